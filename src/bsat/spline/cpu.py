@@ -1,0 +1,207 @@
+"""The fast backend for CPUs: compiled kernels (`_kernels`), blocks of windows, threads with the GIL released.
+
+Same functions and answers as `reference`; see `spec` for the shapes.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache, lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from . import _kernels
+from .spec import SplineFit, SplineSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+BLOCK = 256
+"""Windows a thread takes at a time: enough to forget the cost of handing them over, few enough to share evenly."""
+
+
+def default_threads() -> int:
+    """BSAT_THREADS if set, else the processors this process may use."""
+    wanted = os.environ.get("BSAT_THREADS", "")
+    if wanted:
+        if not wanted.isdigit() or int(wanted) < 1:
+            raise ValueError(f"BSAT_THREADS must be a whole number of at least 1; got {wanted!r}. Unset or mend it.")
+        return int(wanted)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def place(y: np.ndarray, spec: SplineSpec, x: np.ndarray | None = None, *, threads: int | None = None) -> np.ndarray:
+    """Adaptive knots, (B, n + p + 1)."""
+    return tokenize(y, spec, x, threads=threads).knots
+
+
+def fit(
+    y: np.ndarray,
+    knots: np.ndarray,
+    degree: int,
+    x: np.ndarray | None = None,
+    *,
+    exact_condition: bool = False,
+    threads: int | None = None,
+) -> SplineFit:
+    """Least squares at given knots, with the ridge fallback."""
+    spec = SplineSpec(n=knots.shape[1] - degree - 1, degree=degree, clip_factor=np.inf)
+    return _run(y, spec, x, np.array(knots, float, order="C"), exact_condition, threads)
+
+
+def tokenize(
+    y: np.ndarray,
+    spec: SplineSpec,
+    x: np.ndarray | None = None,
+    *,
+    exact_condition: bool = False,
+    threads: int | None = None,
+) -> SplineFit:
+    """Knots and coefficients of all windows. The condition is an upper bound, or good to 1 % if `exact_condition`."""
+    return _run(y, spec, x, None, exact_condition, threads)
+
+
+def tokenize_series(
+    series: np.ndarray, starts: np.ndarray, m: int, spec: SplineSpec, *, threads: int | None = None
+) -> SplineFit:
+    """The windows of m samples from each of ``starts`` of a (T,) series, without copying them. Where they overlap,
+    they share the derivatives, bit for bit the same as each window's own."""
+    series = np.ascontiguousarray(series, np.float64)
+    starts = np.ascontiguousarray(starts, np.int64)
+    slope = np.empty(0)
+    # A window's end differs from the series' over `order` samples, which are worked out from 2 order + 1.
+    if spec.order > 0 and len(starts) * m > len(series) and 2 * spec.order + 1 <= min(m, spec.n + spec.degree + 1):
+        slope = np.empty(len(series))
+        _kernels.differentiate(series, series, True, spec.order, slope, np.empty(len(series)))
+    out = _empty(len(starts), spec)
+    kernel = _kernel(spec.degree, regular=True)
+
+    def work(start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        kernel(series, starts[rows], m, slope, _NOWHERE, *_settings(spec, m, True, False, True), *(a[rows] for a in out))
+
+    run_blocks(work, len(starts), threads)
+    return out
+
+
+def _run(
+    y: np.ndarray, spec: SplineSpec, x: np.ndarray | None, knots: np.ndarray | None, exact: bool, threads: int | None
+) -> SplineFit:
+    B, m = y.shape
+    regular = x is None
+    out = _empty(B, spec, knots)
+    at = None if x is None else np.broadcast_to(np.asarray(x, float), y.shape)
+    kernel = _kernel(spec.degree, regular)
+
+    def work(start: int, stop: int) -> None:
+        rows = slice(start, stop)
+        kernel(
+            np.ascontiguousarray(y[rows], np.float64).reshape(-1),
+            np.arange(0, (stop - start) * m, m),
+            m,
+            np.empty(0),
+            _NOWHERE if at is None else np.ascontiguousarray(at[rows]),
+            *_settings(spec, m, knots is None, exact, regular),
+            *(array[rows] for array in out),
+        )
+
+    run_blocks(work, B, threads)
+    return out
+
+
+_NOWHERE = np.zeros((1, 1))
+
+
+def _settings(spec: SplineSpec, m: int, place: bool, exact: bool, regular: bool) -> tuple[Any, ...]:
+    """The kernel's arguments from `place` to `sums`."""
+    sums = _power_sums(m, spec.degree) if regular else np.empty((0, spec.degree + 1))
+    return (
+        place,
+        spec.order,
+        float(spec.clip_factor),
+        spec.placement == "paper",
+        spec.spacing(m),
+        float(spec.recency),
+        exact,
+        sums,
+    )
+
+
+def _empty(B: int, spec: SplineSpec, knots: np.ndarray | None = None) -> SplineFit:
+    t = np.empty((B, spec.n + spec.degree + 1)) if knots is None else knots
+    return SplineFit(t, np.empty((B, spec.n)), np.empty(B), np.empty(B, bool))
+
+
+@cache
+def _kernel(degree: int, regular: bool) -> Any:
+    """The kernel, compiled: a word to the user if that takes a while, and never on two threads at once."""
+    kernel = _kernels.kernel(degree, regular)
+    spec = SplineSpec(n=degree + 2, degree=degree, clip_factor=1.0)
+    m = degree + 3
+    x = _NOWHERE if regular else np.arange(m, dtype=float)[None]
+    with _word_if_slow(f"compiling the degree-{degree} spline kernel (once per machine, up to half a minute)"):
+        kernel(
+            np.zeros(m), np.zeros(1, np.int64), m, np.empty(0), x, *_settings(spec, m, True, False, regular), *_empty(1, spec)
+        )
+    return kernel
+
+
+def run_blocks(work: Callable[[int, int], None], count: int, threads: int | None) -> None:
+    """Call ``work(start, stop)`` for blocks that cover 0 ... count - 1, on several threads if it pays."""
+    blocks = [(start, min(start + BLOCK, count)) for start in range(0, count, BLOCK)]
+    workers = min(default_threads() if threads is None else threads, len(blocks))
+    if workers < 2:
+        for block in blocks:
+            work(*block)
+        return
+    with ThreadPoolExecutor(workers, "bsat") as pool:
+        for _ in pool.map(lambda block: work(*block), blocks):
+            pass
+
+
+def basis(knots: np.ndarray, degree: int, x: np.ndarray) -> np.ndarray:
+    """Values of the basis functions, (B, q, n), at positions (q,) or (B, q)."""
+    at = np.broadcast_to(np.asarray(x, float), (len(knots), np.shape(x)[-1]))
+    out = np.zeros((*at.shape, knots.shape[1] - degree - 1))
+    _kernels.basis(np.ascontiguousarray(knots, np.float64), degree, np.ascontiguousarray(at), out)
+    return out
+
+
+def evaluate(
+    knots: np.ndarray, coefficients: np.ndarray, degree: int, x: np.ndarray, *, threads: int | None = None
+) -> np.ndarray:
+    """The curves at positions (q,) or (B, q): (B, q)."""
+    at = np.broadcast_to(np.asarray(x, float), (len(knots), np.shape(x)[-1]))
+    out = np.empty(at.shape)
+
+    def work(start: int, stop: int) -> None:
+        arrays = (np.ascontiguousarray(a[start:stop], np.float64) for a in (knots, coefficients, at))
+        _kernels.evaluate(*arrays, degree, out[start:stop])
+
+    run_blocks(work, len(out), threads)
+    return out
+
+
+@lru_cache(maxsize=32)
+def _power_sums(m: int, degree: int) -> np.ndarray:
+    return _kernels.power_sums(m, degree)
+
+
+@contextmanager
+def _word_if_slow(message: str, after: float = 1.0) -> Iterator[None]:
+    """Say on stderr what is going on if it takes more than a moment; loading from the cache does not."""
+    timer = threading.Timer(after, lambda: print(f"bsat: {message} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -1,0 +1,526 @@
+"""BSAT: every token is a basis function of a least-squares B-spline whose knots lie where the signal bends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Self
+
+import numpy as np
+
+from ..spline import DEGREES, FEATURES, PLACEMENTS, SplineFit, SplineSpec, choose, is_tensor
+from .clip_factor import search_clip_factor
+from .contract import Tokenizer, Tokens, sliding
+from .door import (
+    Rows,
+    check_choice,
+    check_finite,
+    check_number,
+    check_whole,
+    to_array,
+    to_missing,
+    to_positions,
+    to_rows,
+    to_series,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from os import PathLike
+
+    from .cache import TokenCache
+    from .diagnose import Diagnosis
+
+CHUNK = 1 << 15
+"""Windows handled at once where an intermediate result is larger than what is kept of it."""
+
+
+@dataclass(frozen=True, eq=False)
+class BSplineTokens(Tokens):
+    """The tuples (c_i, mu_i) of the paper, with the knots they come from."""
+
+    coefficients: Any
+    """(B, n[, C]), clipped or asinh-transformed if the tokenizer was asked to"""
+    centers: Any
+    """(B, n[, C]) mu_i = (tau_i + tau_{i+p+1}) / 2, in samples from 0 to L - 1"""
+    knots: Any
+    """(B, n + p + 1[, C]), in samples"""
+    fallback: Any
+    """(B[, C]) bool: the ridge answered, because the fit was ill-conditioned"""
+    detail: Any
+    """(B, n[, C], k) samples across each token's width, or None"""
+    length: int
+    """L"""
+    coefficient_kind: str = "plain"
+    """"plain" or "asinh\""""
+
+    arrays: ClassVar[tuple[str, ...]] = ("coefficients", "centers", "knots", "fallback", "detail")
+
+    @property
+    def degree(self) -> int:
+        return self.knots.shape[1] - self.coefficients.shape[1] - 1
+
+    @property
+    def positions(self) -> Any:  # type: ignore[override]
+        """The centers."""
+        return self.centers
+
+    @property
+    def values(self) -> Any:  # type: ignore[override]
+        """(B, n[, C], 2 + k): coefficient, center / (L - 1), detail."""
+        parts = [self.coefficients[..., None], self.centers[..., None] / (self.length - 1)]
+        if self.detail is not None:
+            parts.append(self.detail)
+        if is_tensor(parts[0]):
+            import torch
+
+            return torch.cat(parts, -1)
+        return np.concatenate(parts, -1)
+
+
+class BSplineTokenizer(Tokenizer):
+    """The B-Spline Adaptive Tokenizer (paper, section "BSAT" and Algorithms 1 and 2). Nothing in it is trained.
+
+    Args:
+        n_tokens: tokens per window, strictly between degree + 1 and the window's length.
+        degree: of the spline, 1 to 6.
+        clip_factor: g, the most that one sample interval may count, in mean masses of a knot; "auto" lets `fit` run the
+            paper's grid search; infinity switches the clipping off.
+        placement: "safe" keeps knots far enough apart for every fit to be well conditioned; "paper" is Algorithm 1 as
+            it stands, with its ridge fallback.
+        feature: what draws knots: "curvature" (the paper's |y^(p)|^(1/p)), "slope" (|y'| at every degree) or "uniform".
+        recency: how many times denser the knots are at the newest end than at the oldest; 1 is off.
+        max_coefficient: C_max, beyond which coefficients are clipped (the paper's presets use 10 on scaled data).
+        coefficients: "plain", or "asinh" for arcsinh of the coefficients, which tames large ones without losing them.
+        detail: so many samples of the window, spread evenly across each token's width, join its values.
+    """
+
+    def __init__(
+        self,
+        n_tokens: int = 45,
+        degree: int = 3,
+        clip_factor: float | str = 0.62,
+        placement: str = "safe",
+        feature: str = "curvature",
+        recency: float = 1.0,
+        max_coefficient: float | None = None,
+        coefficients: str = "plain",
+        detail: int = 0,
+    ) -> None:
+        check_whole(degree, "degree", DEGREES[0])
+        if degree not in DEGREES:
+            raise ValueError(f"`degree` must lie between {DEGREES[0]} and {DEGREES[-1]}; got {degree}. Lower it.")
+        check_whole(n_tokens, "n_tokens", 1)
+        if n_tokens <= degree + 1:
+            raise ValueError(
+                f"`n_tokens` must be greater than degree + 1 = {degree + 1}; got {n_tokens}. "
+                f"Raise `n_tokens` or lower `degree`."
+            )
+        if isinstance(clip_factor, str):
+            check_choice(clip_factor, "clip_factor", ("auto",))
+        else:
+            check_number(clip_factor, "clip_factor", finite=False)
+        check_choice(placement, "placement", PLACEMENTS)
+        check_choice(feature, "feature", FEATURES)
+        check_number(recency, "recency")
+        if not 1e-6 <= recency <= 1e6:
+            raise ValueError(f"`recency` must lie between 1e-6 and 1e6; got {recency}. 1 switches it off.")
+        check_choice(coefficients, "coefficients", ("plain", "asinh"))
+        if max_coefficient is not None:
+            check_number(max_coefficient, "max_coefficient")
+            if coefficients == "asinh":
+                raise ValueError(
+                    f"`max_coefficient` must be None with coefficients='asinh', which replaces clipping; "
+                    f"got {max_coefficient}. Drop one of the two."
+                )
+        check_whole(detail, "detail", 0)
+        self.n_tokens = n_tokens
+        self.degree = degree
+        self.clip_factor = clip_factor
+        self.placement = placement
+        self.feature = feature
+        self.recency = recency
+        self.max_coefficient = max_coefficient
+        self.coefficients = coefficients
+        self.detail = detail
+
+    # ------------------------------------------------------------------------------------------------------- fit
+
+    def fit(self, X: Any, y: Any = None, *, lookback: int | None = None) -> Self:
+        """Needed only for ``clip_factor="auto"``: the paper's grid search on the train fold, into `clip_factor_`.
+
+        X is a (T,) or (T, C) series if `lookback` is given (windows 100 samples apart are searched), else (B, L) or
+        (B, L, C) windows.
+        """
+        if lookback is None and not hasattr(X, "ndim"):
+            X = to_array(X, "X")
+        if lookback is None and X.ndim == 1:
+            raise ValueError("`lookback` must be given with a series; got None. Pass e.g. lookback=720.")
+        if lookback is None:
+            rows = to_rows(X, "X").rows
+        else:
+            rows = to_rows(sliding(to_series(X, lookback, "X"), lookback, 100), "X").rows
+        check_finite(rows, "X")
+        self._check_length(rows.shape[1])
+        if self.clip_factor == "auto":
+            windows = rows.detach().cpu().numpy() if is_tensor(rows) else rows
+            spec = SplineSpec(**{**self._spec_fields(), "clip_factor": 1.0})
+            self.clip_factor_, self.clip_search_ = search_clip_factor(windows, spec)
+        return self
+
+    def __sklearn_is_fitted__(self) -> bool:
+        return self.clip_factor != "auto" or hasattr(self, "clip_factor_")
+
+    @property
+    def spec(self) -> SplineSpec:
+        """What the spline backends are asked for."""
+        if not self.__sklearn_is_fitted__():
+            raise ValueError(
+                "`clip_factor` is 'auto' and has not been searched yet. "
+                "Call fit(train_series, lookback=...) first, or give a number."
+            )
+        return SplineSpec(**self._spec_fields())
+
+    def _spec_fields(self) -> dict[str, Any]:
+        return {
+            "n": self.n_tokens,
+            "degree": self.degree,
+            "clip_factor": getattr(self, "clip_factor_", self.clip_factor),
+            "placement": self.placement,
+            "feature": self.feature,
+            "recency": self.recency,
+        }
+
+    def _check_length(self, L: int) -> None:
+        if self.n_tokens >= L:
+            raise ValueError(
+                f"`n_tokens` must lie strictly between degree + 1 = {self.degree + 1} and the window's length = {L}; "
+                f"got {self.n_tokens}. Lower `n_tokens` or lengthen the lookback."
+            )
+
+    # ------------------------------------------------------------------------------------------------- transform
+
+    def transform(self, windows: Any, *, times: Any = None, mask: Any = None, threads: int | None = None) -> BSplineTokens:
+        """Tokens of windows (B, L) or (B, L, C).
+
+        Args:
+            windows: numpy array, or torch tensor on any device. A tensor that requires gradients passes them on.
+            times: when the samples were taken, (L,) or (B, L), strictly increasing numbers or datetime64; None means
+                evenly. A window's first time counts as sample 0 and its last as L - 1.
+            mask: boolean like the windows, True where a sample is missing. The spline is fitted to the others and
+                spans from the first to the last of them.
+            threads: how many; by default BSAT_THREADS or as many as there are processors.
+        """
+        door = to_rows(windows)
+        rows, L = door.rows, door.rows.shape[1]
+        self._check_length(L)
+        missing = None
+        if mask is not None:
+            shape = windows if is_tensor(windows) or isinstance(windows, np.ndarray) else np.asarray(windows)
+            missing = to_missing(mask, shape)
+            missing = missing if missing.ndim == 2 else missing.swapaxes(1, 2).reshape(rows.shape)
+            missing = missing if bool(missing.any()) else None
+        check_finite(rows, "windows", missing)
+        x = None
+        if times is not None:
+            x = to_positions(times, len(rows) // (door.channels or 1), L, rows)
+            x = x if x.ndim == 1 else door.spread(x)
+        work = _as_arrays if _stays_on_cpu(rows) else _as_is
+        return self._pack(work(lambda *a: self._fit_rows(*a, threads=threads), rows, x, missing), rows, x, missing, door)
+
+    def _fit_rows(self, rows: Any, x: Any, missing: Any, *, threads: int | None, exact: bool = False) -> SplineFit:
+        """Fit rows (R, L) at positions x, None or (L,) or (R, L), without the missing samples."""
+        backend = choose(rows)
+        options: dict[str, Any] = {"exact_condition": exact}
+        if not is_tensor(rows):
+            options["threads"] = threads
+        if missing is None:
+            return backend.tokenize(rows, self.spec, x, **options)
+
+        # Windows with equally many samples are fitted together, so that the backends need not know of gaps.
+        observed = ~missing
+        counts = observed.sum(1)
+        counts = counts.cpu().numpy() if is_tensor(counts) else counts
+        if counts.min() <= self.n_tokens:
+            worst = int(counts.argmin())
+            raise ValueError(
+                f"every window must have more observed samples than n_tokens = {self.n_tokens}; window {worst} has "
+                f"{counts[worst]} (`mask` is True where a sample is missing). Lower `n_tokens` or drop the window."
+            )
+        regular = x is None
+        if x is None:
+            x = np.arange(rows.shape[1], dtype=np.float64)
+            x = rows.new_tensor(x, dtype=_float64(rows)) if is_tensor(rows) else x
+        x = x.expand(rows.shape) if is_tensor(rows) else np.broadcast_to(x, rows.shape)
+        fits, order = [], []
+        for count in np.unique(counts):
+            index = np.flatnonzero(counts == count)
+            keep = observed[index]
+            some = rows[index][keep].reshape(len(index), int(count))
+            at = x[index][keep].reshape(len(index), int(count))
+            # A complete window on the regular grid gets the tokens that it would get alone.
+            whole = regular and int(count) == rows.shape[1]
+            fits.append(backend.tokenize(some, self.spec, None if whole else at, **options))
+            order.append(index)
+        back = np.argsort(np.concatenate(order), kind="stable")
+        if is_tensor(rows):
+            import torch
+
+            return SplineFit(*(torch.cat(parts)[back] for parts in zip(*fits, strict=True)))
+        return SplineFit(*(np.concatenate(parts)[back] for parts in zip(*fits, strict=True)))
+
+    def _pack(self, fit: SplineFit, rows: Any, x: Any, missing: Any, door: Rows) -> BSplineTokens:
+        detail = None if not self.detail else self._details(fit.knots, rows, x, missing)
+        restore: Callable[[Any], Any] = door.restore
+        return BSplineTokens(
+            restore(self._tame(fit.coefficients)),
+            restore(centers(fit.knots, self.degree)),
+            restore(fit.knots),
+            restore(fit.fallback),
+            None if detail is None else restore(detail),
+            rows.shape[1],
+            self.coefficients,
+        )
+
+    def _tame(self, c: Any) -> Any:
+        if self.coefficients == "asinh":
+            return c.asinh() if is_tensor(c) else np.arcsinh(c)
+        if self.max_coefficient is not None:
+            limit = float(self.max_coefficient)
+            return c.clamp(-limit, limit) if is_tensor(c) else np.clip(c, -limit, limit)
+        return c
+
+    # -------------------------------------------------------------------------------------------- other directions
+
+    def transform_series(
+        self,
+        series: Any,
+        lookback: int = 720,
+        stride: int = 1,
+        *,
+        mask: Any = None,
+        threads: int | None = None,
+        cache: TokenCache | PathLike[str] | str | bool | None = None,
+    ) -> BSplineTokens:
+        """Tokens of all (T - lookback) // stride + 1 windows of a (T,) or (T, C) series, without copying the windows.
+
+        Args:
+            mask: boolean like the series, True where a sample is missing.
+            cache: keep the tokens on disk and find them there again: a folder, a `TokenCache`, or True for the default
+                folder. Off by default, since computing is about as quick as reading (`benchmarks/tokenizer.py`).
+        """
+        series = to_series(series, lookback)
+        check_whole(stride, "stride", 1)
+        self._check_length(lookback)
+        missing = None if mask is None else to_missing(mask, series)
+        check_finite(series, "series", missing)
+        if cache is not None and cache is not False:
+            from .cache import as_cache
+
+            return as_cache(cache).tokens(self, series, lookback, stride, missing, threads)
+        return self._transform_series(series, lookback, stride, missing, threads)
+
+    def _transform_series(
+        self, series: Any, lookback: int, stride: int, missing: Any, threads: int | None
+    ) -> BSplineTokens:
+        if missing is not None or not _stays_on_cpu(series):
+            windows = sliding(series, lookback, stride)
+            gaps = None if missing is None else sliding(missing, lookback, stride)
+            parts = [
+                self.transform(windows[i : i + CHUNK // 8], mask=None if gaps is None else gaps[i : i + CHUNK // 8], threads=threads)
+                for i in range(0, len(windows), CHUNK // 8)
+            ]
+            return _join(parts)
+
+        from ..spline import cpu
+
+        array = series.detach().numpy() if is_tensor(series) else series
+        columns = array[:, None] if array.ndim == 1 else array
+        starts = np.arange(0, len(array) - lookback + 1, stride)
+        shape, dtype, n, p = (len(starts), columns.shape[1]), array.dtype, self.n_tokens, self.degree
+        out: dict[str, Any] = {
+            "coefficients": np.empty((*shape, n), dtype),
+            "centers": np.empty((*shape, n), dtype),
+            "knots": np.empty((*shape, n + p + 1), dtype),
+            "fallback": np.empty(shape, bool),
+            "detail": np.empty((*shape, n, self.detail), dtype) if self.detail else None,
+        }
+        for channel in range(columns.shape[1]):
+            values = np.ascontiguousarray(columns[:, channel], np.float64)
+            windows = np.lib.stride_tricks.sliding_window_view(values, lookback)[::stride]
+            for i in range(0, len(starts), CHUNK):
+                rows = slice(i, i + CHUNK)
+                fit = cpu.tokenize_series(values, starts[rows], lookback, self.spec, threads=threads)
+                out["coefficients"][rows, channel] = self._tame(fit.coefficients)
+                out["centers"][rows, channel] = centers(fit.knots, p)
+                out["knots"][rows, channel] = fit.knots
+                out["fallback"][rows, channel] = fit.fallback
+                if self.detail:
+                    out["detail"][rows, channel] = self._details(fit.knots, windows[rows], None, None)
+        for name, value in out.items():
+            if value is not None:
+                value = value[:, 0] if array.ndim == 1 else np.moveaxis(value, 1, 2) if value.ndim > 2 else value
+                out[name] = _tensor_like(value, series) if is_tensor(series) else value
+        return BSplineTokens(**out, length=lookback, coefficient_kind=self.coefficients)
+
+    def inverse_transform(self, tokens: BSplineTokens, length: int | None = None) -> Any:  # type: ignore[override]
+        """The fitted curve at `length` points spread evenly over the window, (B, length[, C]); by default the L samples.
+
+        Where a window begins or ends with missing samples, the curve keeps its end value.
+        """
+        if not isinstance(tokens, BSplineTokens):
+            raise TypeError(f"`tokens` must come from this tokenizer's transform; got {type(tokens).__name__}.")
+        check_whole(tokens.length if length is None else length, "length", 1)
+        at = np.linspace(0, tokens.length - 1, tokens.length if length is None else length)
+        c, knots = tokens.coefficients, tokens.knots
+        if tokens.coefficient_kind == "asinh":
+            c = c.sinh() if is_tensor(c) else np.sinh(c)
+        channels = c.shape[2] if c.ndim == 3 else None
+        if channels is not None:
+            c, knots = (a.swapaxes(1, 2).reshape(-1, a.shape[1]) for a in (c, knots))
+        door = Rows(c, channels)
+        if is_tensor(c) and not _stays_on_cpu(c):
+            return door.restore(choose(c).evaluate(knots, c, tokens.degree, c.new_tensor(at)))
+        from ..spline import cpu
+
+        if not is_tensor(c):
+            return door.restore(cpu.evaluate(knots, c, tokens.degree, at).astype(c.dtype, copy=False))
+        curve = cpu.evaluate(knots.numpy(), c.numpy(), tokens.degree, at)
+        return door.restore(_tensor_like(curve.astype(c.numpy().dtype, copy=False), c))
+
+    def _details(self, knots: Any, rows: Any, x: Any, missing: Any) -> Any:
+        """(R, n, k): the window, linear between its observed samples, at the middles of k equal parts of each token's
+        support."""
+        shares = (np.arange(self.detail) + 0.5) / self.detail
+        n, p = self.n_tokens, self.degree
+        left, width = knots[:, :n, None], (knots[:, p + 1 :] - knots[:, :n])[..., None]
+        if is_tensor(knots):
+            at = (left + width * knots.new_tensor(shares)).reshape(len(knots), -1)
+            return _interpolate_tensor(at, rows, x, missing).reshape(len(knots), n, self.detail)
+        out = np.empty((len(knots), n, self.detail), rows.dtype)
+        for i in range(0, len(knots), CHUNK // 8):
+            part = slice(i, i + CHUNK // 8)
+            at = (left[part] + width[part] * shares).reshape(-1, n * self.detail)
+            gaps = None if missing is None else missing[part]
+            values = _interpolate(at, rows[part], x if x is None or x.ndim == 1 else x[part], gaps)
+            out[part] = values.reshape(-1, n, self.detail)
+        return out
+
+    def diagnose(
+        self,
+        series: Any,
+        lookback: int = 720,
+        stride: int | None = None,
+        *,
+        plot: PathLike[str] | str | None = None,
+        quiet: bool = False,
+    ) -> Diagnosis:
+        """How well this tokenizer takes to a series; prints a report, and draws it into `plot`. See `diagnose.Diagnosis`."""
+        from .diagnose import diagnose
+
+        result = diagnose(self, series, lookback, stride)
+        if not quiet:
+            print(result)
+        if plot is not None:
+            result.plot(plot)
+        return result
+
+    def plot(self, window: Any, path: PathLike[str] | str, *, title: str | None = None) -> None:
+        """The paper's pipeline figure for one window of (L,) samples, as a PNG, SVG or PDF."""
+        from .pictures import draw_pipeline
+
+        draw_pipeline(self, window, path, title=title)
+
+
+def centers(knots: Any, degree: int) -> Any:
+    """mu_i = (tau_i + tau_{i+p+1}) / 2 (Algorithm 2; per channel, since the knots are)."""
+    n = knots.shape[1] - degree - 1
+    return (knots[:, :n] + knots[:, degree + 1 :]) / 2
+
+
+def _interpolate(at: np.ndarray, rows: np.ndarray, x: np.ndarray | None, missing: np.ndarray | None) -> np.ndarray:
+    """Rows (R, L) at positions (R, q), linear between samples."""
+    if x is None and missing is None:
+        left = np.minimum(at.astype(np.intp), rows.shape[1] - 2)
+        share = at - left
+        low = np.take_along_axis(rows, left, 1)
+        return low + share * (np.take_along_axis(rows, left + 1, 1) - low)
+    if x is None:
+        x = np.arange(rows.shape[1], dtype=float)
+    grid = np.broadcast_to(x, rows.shape)
+    keep = np.ones(rows.shape, bool) if missing is None else ~missing
+    return np.stack([np.interp(a, g[k], r[k]) for a, g, r, k in zip(at, grid, rows, keep, strict=True)])
+
+
+def _interpolate_tensor(at: Any, rows: Any, x: Any, missing: Any) -> Any:
+    """The same for tensors. Missing samples take the place of an observed neighbour, at that neighbour's position."""
+    import torch
+
+    L = rows.shape[1]
+    grid = torch.arange(L, dtype=at.dtype, device=at.device) if x is None else x.to(at.dtype)
+    grid = grid.expand(rows.shape)
+    if missing is not None:
+        index = torch.arange(L, device=at.device).expand(rows.shape)
+        before = torch.where(missing, -1, index).cummax(1).values
+        first = (~missing).int().argmax(1, keepdim=True)
+        source = torch.where(before < 0, first, before)
+        rows, grid = rows.gather(1, source), grid.gather(1, source)
+    right = torch.searchsorted(grid.contiguous(), at.detach().contiguous(), right=True).clamp(1, L - 1)
+    low, high = grid.gather(1, right - 1), grid.gather(1, right)
+    gap = high - low
+    share = torch.where(gap > 0, (at - low) / torch.where(gap > 0, gap, torch.ones_like(gap)), torch.zeros_like(gap))
+    return torch.lerp(rows.gather(1, right - 1), rows.gather(1, right), share.clamp(0, 1).to(rows.dtype))
+
+
+def _stays_on_cpu(a: Any) -> bool:
+    """Whether the compiled kernel can answer: arrays, and CPU tensors that need no gradient."""
+    return not is_tensor(a) or (a.device.type == "cpu" and not a.requires_grad)
+
+
+def _as_is(fit: Callable[..., SplineFit], rows: Any, x: Any, missing: Any) -> SplineFit:
+    return fit(rows, x, missing)
+
+
+def _as_arrays(fit: Callable[..., SplineFit], rows: Any, x: Any, missing: Any) -> SplineFit:
+    """Fit tensors as arrays, and give back what came in: tensors or arrays, in the dtype of the rows."""
+    if not is_tensor(rows):
+        return SplineFit(*(_cast(a, rows.dtype) for a in fit(rows, x, missing)))
+    import torch
+
+    narrow = rows.dtype in (torch.float16, torch.bfloat16)
+    array = (rows.float() if narrow else rows).numpy()
+    result = fit(array, None if x is None else x.numpy(), None if missing is None else missing.numpy())
+    return SplineFit(*(_tensor_like(_cast(a, array.dtype), rows) for a in result))
+
+
+def _cast(a: np.ndarray, dtype: Any) -> np.ndarray:
+    return a if a.dtype == np.bool_ else a.astype(dtype, copy=False)
+
+
+def _tensor_like(a: np.ndarray, like: Any) -> Any:
+    import torch
+
+    tensor = torch.from_numpy(np.ascontiguousarray(a))
+    return tensor if tensor.dtype == torch.bool else tensor.to(like.dtype)
+
+
+def _float64(a: Any) -> Any:
+    import torch
+
+    return torch.float32 if a.device.type == "mps" else torch.float64
+
+
+def _join(parts: list[BSplineTokens]) -> BSplineTokens:
+    if len(parts) == 1:
+        return parts[0]
+    joined: dict[str, Any] = {}
+    for name in BSplineTokens.arrays:
+        pieces = [getattr(part, name) for part in parts]
+        if pieces[0] is None:
+            joined[name] = None
+        elif is_tensor(pieces[0]):
+            import torch
+
+            joined[name] = torch.cat(pieces)
+        else:
+            joined[name] = np.concatenate(pieces)
+    return replace(parts[0], **joined)
