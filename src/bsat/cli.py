@@ -20,11 +20,10 @@ app = typer.Typer(
 
 @app.callback(invoke_without_command=True)
 def options(
-    context: typer.Context,
     version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
-    context.obj = {"debug": debug}
+    """What stands before a command."""
     if version:
         from . import __version__
 
@@ -35,7 +34,9 @@ def options(
 @app.command()
 def tokenize(
     file: Annotated[Path, typer.Argument(help="CSV or parquet with one row per sample.", show_default=False)],
-    column: Annotated[str | None, typer.Option(help="The column to tokenize.", show_default="y, or the only number")] = None,
+    column: Annotated[
+        str | None, typer.Option(help="The column to tokenize.", show_default="y, or the only number")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 45,
     degree: Annotated[int, typer.Option(help="Degree of the spline, 1 to 6.")] = 3,
     lookback: Annotated[int, typer.Option(help="Samples per window.")] = 720,
@@ -44,9 +45,13 @@ def tokenize(
     placement: Annotated[str, typer.Option(help='"safe" or "paper".')] = "safe",
     feature: Annotated[str, typer.Option(help='"curvature", "slope" or "uniform".')] = "curvature",
     recency: Annotated[float, typer.Option(help="How much denser the knots are at the new end.")] = 1.0,
-    fit_gaps: Annotated[bool, typer.Option("--fit-gaps", help="Fit around missing values instead of refusing them.")] = False,
+    fit_gaps: Annotated[
+        bool, typer.Option("--fit-gaps", help="Fit around missing values instead of refusing them.")
+    ] = False,
     window: Annotated[int, typer.Option(help="The window to draw; -1 is the last.")] = -1,
-    plot: Annotated[Path | None, typer.Option(help="Draw a window's knots, basis and tokens.", show_default=False)] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw a window's knots, basis and tokens.", show_default=False)
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Write all tokens (.parquet or .csv).", show_default=False)] = None,
     diagnose: Annotated[bool, typer.Option("--diagnose", help="Report how well the tokens fit the series.")] = False,
 ) -> None:
@@ -89,7 +94,9 @@ def tokenize(
         if not -len(result) <= window < len(result):
             raise ValueError(f"--window must lie between {-len(result)} and {len(result) - 1}; got {window}.")
         start = int(starts[window])
-        tokenizer.plot(series[start : start + lookback], plot, title=f"{name}, samples {start:,} to {start + lookback - 1:,}")
+        tokenizer.plot(
+            series[start : start + lookback], plot, title=f"{name}, samples {start:,} to {start + lookback - 1:,}"
+        )
         print(f"drew {plot}")
     if diagnose:
         tokenizer.diagnose(whole, lookback)
@@ -109,7 +116,9 @@ def demo(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = BSplineTokenizer(n_tokens=45, degree=3, feature="slope")
     tokenizer.diagnose(series, lookback=720, plot=folder / "diagnosis.png")
-    tokenizer.plot(series[-720:], folder / "tokens.png", title="A week and a half of sunshine: 720 samples as 45 tokens")
+    tokenizer.plot(
+        series[-720:], folder / "tokens.png", title="A week and a half of sunshine: 720 samples as 45 tokens"
+    )
     print(f"\ndrew {folder / 'tokens.png'} and {folder / 'diagnosis.png'}")
 
 

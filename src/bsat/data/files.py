@@ -51,7 +51,9 @@ def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]
         elif len(numeric) == 1:
             column = numeric[0]
         else:
-            have = f"{len(numeric)} ({', '.join(numeric)})" if numeric else f"none of {', '.join(map(str, table.columns))}"
+            have = (
+                f"{len(numeric)} ({', '.join(numeric)})" if numeric else f"none of {', '.join(map(str, table.columns))}"
+            )
             raise ValueError(f"{path.name} must have one numeric column, or --column must name it; it has {have}.")
     if column not in table.columns:
         raise ValueError(

@@ -10,9 +10,9 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from .spec import DEGREES, FEATURES, PLACEMENTS, SplineFit, SplineSpec
+from .spec import DEGREES, FEATURES, LARGEST, PLACEMENTS, SplineFit, SplineSpec
 
-__all__ = ["DEGREES", "FEATURES", "PLACEMENTS", "SplineFit", "SplineSpec", "choose", "is_tensor"]
+__all__ = ["DEGREES", "FEATURES", "LARGEST", "PLACEMENTS", "SplineFit", "SplineSpec", "choose", "is_tensor"]
 
 
 def is_tensor(a: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING
+from .spec import FEATURE_FLOOR, LARGEST, MAX_CONDITION, RIDGE, ROUNDING
 
 # No "nnan"/"ninf": a NaN must come out as a NaN.
 _JIT: dict[str, Any] = {
@@ -177,8 +177,8 @@ def _running_sum(phi, cap, F):
 def _quantiles(F, m, k_int, u, bucket):
     """u[j] = the fractional index at which F reaches (j + 1) / (k_int + 1) of its total.
 
-    One branch-free pass notes, for every quantile, the last sample of the bucket before it; the search starts there,
-    since walking along F would mispredict a branch at every knot.
+    A pass without branches notes, for every quantile, the last sample of the bucket before it, and the search starts
+    there; walking along F would mispredict a branch at every knot.
     """
     rate, step = (k_int + 1) / F[m - 1], F[m - 1] / (k_int + 1)
     for j in range(k_int + 2):
@@ -211,11 +211,11 @@ def _to_positions(u, x, regular, middle, m):
 
 
 @njit(**_JIT)
-def place_window(y, x, slope, regular, p, order, g, paper, gap, recency, t, a, b, bucket):
+def place_window(y, size, x, slope, regular, p, order, g, paper, gap, recency, t, a, b, bucket):
     """Algorithm 1: knots of one window into t (n + p + 1). See `reference._place`, which this follows.
 
-    slope: the order-th derivative of the series over the window's samples, or empty. a, b, bucket: work space of m, m
-    and n + 1 numbers.
+    size: sum of |y|. slope: the order-th derivative of the series over the window's samples, or empty. a, b, bucket:
+    work space of m, m and n + 1 numbers.
     """
     m, k_int = len(y), len(t) - 2 * (p + 1)
     start = 0.0 if regular else x[0]
@@ -228,9 +228,8 @@ def place_window(y, x, slope, regular, p, order, g, paper, gap, recency, t, a, b
             _cut_derivative(y, slope, order, a, b, t)
         else:
             differentiate(y, x, regular, order, a, b)
-        size = bend = 0.0
+        bend = 0.0
         for i in range(m):
-            size += abs(y[i])
             bend += abs(a[i])
         adaptive = bend > ROUNDING * size
         if adaptive:
@@ -340,7 +339,7 @@ def _pieces(p, t, j0, count, center, filled, A, carried):
 @njit(**_JIT)
 def _spans(p, regular, x, t, m, spans, j0, count, first, center, filled):
     """Which samples lie in spans j0 ... j0 + count - 1: first[j] up to first[j + 1] - 1; first[0] is given.
-    filled[j] is 1, or 0 where there is no sample: such a span's pieces are multiplied by 0, not divided by its width."""
+    filled[j] is 1, or 0 where there is no sample: such a span's pieces are multiplied by 0, not divided by a width."""
     for j in range(count):
         low, high = first[j], m
         if j0 + j + 1 < spans:
@@ -515,7 +514,8 @@ def _squeeze_condition(p, G, D, n, exact):
     G is totally positive, so G and |G^-1| = E G^-1 E, with E = diag(1, -1, 1, ...), have no negative entries, and
     |G^-1| has the eigenvalues of G^-1. For a matrix M without negative entries and a positive vector v, the ratios
     (M v)_i / v_i bound the largest eigenvalue from above (Collatz-Wielandt) and the Rayleigh quotient from below.
-    Stops when the bounds fall on one side of MAX_CONDITION, or, if `exact`, within 1 % of each other.
+    Stops when the bounds fall on one side of MAX_CONDITION, and returns the one nearer to it; or, if `exact`, when they
+    are within 1 % of each other.
     """
     v, image = np.zeros((2, n + p, 1)), np.zeros((n + p, 1))
     for i in range(n):
@@ -550,9 +550,11 @@ def _squeeze_condition(p, G, D, n, exact):
             above *= bound
         if exact:
             if above < 1.01 * below:
-                break
-        elif below > MAX_CONDITION or above <= MAX_CONDITION:
-            break
+                return below
+        elif above <= MAX_CONDITION:
+            return above
+        elif below > MAX_CONDITION:
+            return below
     return below
 
 
@@ -624,10 +626,31 @@ def _solve_all(p, grams, rhs, n, count, exact, G, D, z, s, bounds, c, condition,
             c[k, i] = z[i, k]
         singular = not (least[k] * MAX_CONDITION >= largest[k])
         kappa = norm[k] * inverse_norm[k]
-        if exact or singular or not kappa <= MAX_CONDITION:
+        if np.isnan(grams[k, 0, 0]):
+            kappa = np.nan
+        elif exact or singular or not kappa <= MAX_CONDITION:
             kappa = _look_closer(p, grams[k], rhs[k], n, singular, exact, c[k])
         condition[k] = kappa
-        fallback[k] = not kappa <= MAX_CONDITION
+        fallback[k] = kappa > MAX_CONDITION
+
+
+@njit(**_JIT)
+def _absolute_sum(y):
+    total = 0.0
+    for i in range(len(y)):
+        total += abs(y[i])
+    return total
+
+
+@njit(**_JIT)
+def _blank(t, G, z, n):
+    """A window that cannot be fitted: knots and, by way of G, everything else NaN."""
+    for i in range(len(t)):
+        t[i] = np.nan
+    for i in range(G.shape[1]):
+        z[i] = 0.0
+        for d in range(len(G)):
+            G[d, i] = np.nan if d == 0 else 0.0
 
 
 @cache
@@ -638,7 +661,8 @@ def kernel(p: int, regular: bool) -> Any:
     def run(series, starts, m, slope, x, place, order, g, paper, gap, recency, exact, sums, t, c, condition, fallback):
         """Windows of m samples of `series` from each of the B `starts`, at positions x (B, m), unused if `regular`;
         `slope` may hold the order-th derivative of the series. Places the knots into t (B, n + p + 1) or, if not
-        `place`, takes them from there; then fits c (B, n), condition (B,), fallback (B,)."""
+        `place`, takes them from there; then fits c (B, n), condition (B,), fallback (B,). A window that is not finite,
+        or beyond LARGEST, gets the condition NaN."""
         n = c.shape[1]
         degree, grid = t.shape[1] - n - 1, sums.shape[0] > 0  # p and `regular`, but not as compile-time constants
         a, b, bucket = np.empty(m), np.empty(m), np.empty(n + 1, np.int64)
@@ -658,16 +682,21 @@ def kernel(p: int, regular: bool) -> Any:
                 start = starts[w + k]
                 yw, dw = series[start : start + m], slope[start : start + m]
                 tw, xw, gk, zk = t[w + k], x[0 if regular else w + k], grams[k], rhs[k]
+                size = _absolute_sum(yw)
+                if not size <= LARGEST:
+                    # A NaN, an infinity, or too large: say so through the condition, and leave the rest alone.
+                    _blank(tw, gk, zk, n)
+                    continue
                 if place:
-                    place_window(yw, xw, dw, grid, degree, order, g, paper, gap, recency, tw, a, b, bucket)
+                    place_window(yw, size, xw, dw, grid, degree, order, g, paper, gap, recency, tw, a, b, bucket)
                 for i in range(n + p + 1):
                     knots[i] = tw[i]
                 for i in range(n + p + 1, len(knots)):
                     knots[i] = tw[n + p]
-                _assemble(p, regular, degree, yw, xw, knots, n, sums, gk, zk, A, H, S, Y, carried, center, filled, first)
-            _solve_all(
-                degree, grams, rhs, n, count, exact, G, D, z, s, bounds, c[w:], condition[w:], fallback[w:]
-            )
+                _assemble(
+                    p, regular, degree, yw, xw, knots, n, sums, gk, zk, A, H, S, Y, carried, center, filled, first
+                )
+            _solve_all(degree, grams, rhs, n, count, exact, G, D, z, s, bounds, c[w:], condition[w:], fallback[w:])
 
     return run
 

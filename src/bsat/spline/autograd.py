@@ -7,6 +7,8 @@ the dtype of the samples.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -33,8 +35,9 @@ def _place(y: Tensor, x: Tensor, spec: SplineSpec, regular: bool) -> Tensor:
     else:
         phi = ones
     omega = (phi[:, 1:] + phi[:, :-1]) / 2 * x.diff(dim=1)
-    cap = spec.clip_factor * omega.sum(1, keepdim=True) / k_int
-    omega = torch.where(adaptive, torch.minimum(omega, cap), omega)
+    if math.isfinite(spec.clip_factor):  # an infinite cap would make its gradient NaN
+        cap = spec.clip_factor * omega.sum(1, keepdim=True) / k_int
+        omega = torch.where(adaptive, torch.minimum(omega, cap), omega)
     middle = (x[:, 1:] + x[:, :-1]) / 2
     omega = omega * spec.recency ** ((middle - x[:, :1]) / (x[:, -1:] - x[:, :1]))
 
@@ -96,9 +99,7 @@ def basis(knots: Tensor, degree: int, x: Tensor) -> Tensor:
     return out.to(knots.dtype)
 
 
-def fit(
-    y: Tensor, knots: Tensor, degree: int, x: Tensor | None = None, *, exact_condition: bool = False
-) -> SplineFit:
+def fit(y: Tensor, knots: Tensor, degree: int, x: Tensor | None = None, *, exact_condition: bool = False) -> SplineFit:
     """Least squares at given knots, with the ridge fallback; differentiable in ``y`` and ``knots``."""
     at = _positions(y, x)
     N = basis(_wide(knots), degree, at)

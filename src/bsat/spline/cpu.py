@@ -70,23 +70,33 @@ def tokenize(
 
 
 def tokenize_series(
-    series: np.ndarray, starts: np.ndarray, m: int, spec: SplineSpec, *, threads: int | None = None
+    series: np.ndarray,
+    starts: np.ndarray,
+    m: int,
+    spec: SplineSpec,
+    *,
+    knots: np.ndarray | None = None,
+    coefficients: np.ndarray | None = None,
+    threads: int | None = None,
 ) -> SplineFit:
     """The windows of m samples from each of ``starts`` of a (T,) series, without copying them. Where they overlap,
-    they share the derivatives, bit for bit the same as each window's own."""
-    series = np.ascontiguousarray(series, np.float64)
-    starts = np.ascontiguousarray(starts, np.int64)
+    they share the derivatives, bit for bit the same as each window's own. ``knots`` and ``coefficients`` may name
+    float64 arrays to write to."""
+    series = _plain(series)
+    starts = _plain(starts, np.int64)
     slope = np.empty(0)
     # A window's end differs from the series' over `order` samples, which are worked out from 2 order + 1.
     if spec.order > 0 and len(starts) * m > len(series) and 2 * spec.order + 1 <= min(m, spec.n + spec.degree + 1):
         slope = np.empty(len(series))
         _kernels.differentiate(series, series, True, spec.order, slope, np.empty(len(series)))
-    out = _empty(len(starts), spec)
+    out = _empty(len(starts), spec, knots, coefficients)
     kernel = _kernel(spec.degree, regular=True)
 
     def work(start: int, stop: int) -> None:
         rows = slice(start, stop)
-        kernel(series, starts[rows], m, slope, _NOWHERE, *_settings(spec, m, True, False, True), *(a[rows] for a in out))
+        kernel(
+            series, starts[rows], m, slope, _NOWHERE, *_settings(spec, m, True, False, True), *(a[rows] for a in out)
+        )
 
     run_blocks(work, len(starts), threads)
     return out
@@ -104,17 +114,22 @@ def _run(
     def work(start: int, stop: int) -> None:
         rows = slice(start, stop)
         kernel(
-            np.ascontiguousarray(y[rows], np.float64).reshape(-1),
+            _plain(y[rows]).reshape(-1),
             np.arange(0, (stop - start) * m, m),
             m,
             np.empty(0),
-            _NOWHERE if at is None else np.ascontiguousarray(at[rows]),
+            _NOWHERE if at is None else _plain(at[rows]),
             *_settings(spec, m, knots is None, exact, regular),
             *(array[rows] for array in out),
         )
 
     run_blocks(work, B, threads)
     return out
+
+
+def _plain(a: np.ndarray, dtype: type = np.float64) -> np.ndarray:
+    """C-contiguous and writable, so that numba sees one type and compiles once; a copy only where it is not."""
+    return np.require(a, dtype, ("C", "W"))
 
 
 _NOWHERE = np.zeros((1, 1))
@@ -135,9 +150,12 @@ def _settings(spec: SplineSpec, m: int, place: bool, exact: bool, regular: bool)
     )
 
 
-def _empty(B: int, spec: SplineSpec, knots: np.ndarray | None = None) -> SplineFit:
+def _empty(
+    B: int, spec: SplineSpec, knots: np.ndarray | None = None, coefficients: np.ndarray | None = None
+) -> SplineFit:
     t = np.empty((B, spec.n + spec.degree + 1)) if knots is None else knots
-    return SplineFit(t, np.empty((B, spec.n)), np.empty(B), np.empty(B, bool))
+    c = np.empty((B, spec.n)) if coefficients is None else coefficients
+    return SplineFit(t, c, np.empty(B), np.empty(B, bool))
 
 
 @cache
@@ -149,7 +167,13 @@ def _kernel(degree: int, regular: bool) -> Any:
     x = _NOWHERE if regular else np.arange(m, dtype=float)[None]
     with _word_if_slow(f"compiling the degree-{degree} spline kernel (once per machine, up to half a minute)"):
         kernel(
-            np.zeros(m), np.zeros(1, np.int64), m, np.empty(0), x, *_settings(spec, m, True, False, regular), *_empty(1, spec)
+            np.zeros(m),
+            np.zeros(1, np.int64),
+            m,
+            np.empty(0),
+            x,
+            *_settings(spec, m, True, False, regular),
+            *_empty(1, spec),
         )
     return kernel
 
@@ -171,7 +195,7 @@ def basis(knots: np.ndarray, degree: int, x: np.ndarray) -> np.ndarray:
     """Values of the basis functions, (B, q, n), at positions (q,) or (B, q)."""
     at = np.broadcast_to(np.asarray(x, float), (len(knots), np.shape(x)[-1]))
     out = np.zeros((*at.shape, knots.shape[1] - degree - 1))
-    _kernels.basis(np.ascontiguousarray(knots, np.float64), degree, np.ascontiguousarray(at), out)
+    _kernels.basis(_plain(knots), degree, _plain(at), out)
     return out
 
 
@@ -183,7 +207,7 @@ def evaluate(
     out = np.empty(at.shape)
 
     def work(start: int, stop: int) -> None:
-        arrays = (np.ascontiguousarray(a[start:stop], np.float64) for a in (knots, coefficients, at))
+        arrays = (_plain(a[start:stop]) for a in (knots, coefficients, at))
         _kernels.evaluate(*arrays, degree, out[start:stop])
 
     run_blocks(work, len(out), threads)

@@ -25,7 +25,7 @@ def _place(y: np.ndarray, x: np.ndarray, spec: SplineSpec) -> np.ndarray:
     # Lines 12-14: invert the cumulative mass at equal quantiles.
     q = np.linspace(0, 1, k_int + 2)[1:-1]
     if spec.placement == "paper":
-        # Line 12 pairs F with mid-points, so every knot sits half a sample to the left; uniform knots need no such pairing.
+        # Line 12 pairs F with mid-points, so every knot sits half a sample to the left. Uniform knots do without.
         middle = np.concatenate([x[:1], (x[1:] + x[:-1]) / 2])
         interior = np.interp(q, F, x if (phi == 1).all() else middle)
     else:
@@ -44,10 +44,9 @@ def feature_and_mass(y: np.ndarray, x: np.ndarray, spec: SplineSpec) -> tuple[np
         dy = gradient(dy, x)
     mean = np.abs(dy).mean()
     adaptive = spec.order > 0 and mean > ROUNDING * np.abs(y).mean()
+    phi = np.ones_like(y)  # the paper's 0/0 on a constant window: uniform knots
     if adaptive:
         phi = (np.abs(dy) / mean + FEATURE_FLOOR) ** (1 / spec.order)
-    else:
-        phi = np.ones_like(y)  # the paper's 0/0 on a constant window: uniform knots
 
     # Lines 7-10: interval masses, clipped at g times the mean mass of an interior knot. (The text divides by the number
     # of intervals instead; Algorithm 1's division reproduces the paper's g.)

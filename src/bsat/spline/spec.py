@@ -36,10 +36,8 @@ ROUNDING = 4 * 2.0**-52
 """A window whose mean |y^(p)| is below ROUNDING * mean |y| has no measurable derivative: its knots are uniform."""
 
 
-SPACING = 1.5
-"""The safe placement keeps interior knots this many samples apart, or less (never below 1) where n is so close to m
-that there is no room. At exactly 1 the fit can interpolate the samples, and its coefficients explode on signals that
-alternate from sample to sample (|c| up to 46 max|y| at p = 3); `benchmarks/hostile.py` measures it."""
+LARGEST = 1e150
+"""Samples beyond this would overflow a float64 when they are multiplied."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +57,16 @@ class SplineSpec:
         return self.n - self.degree - 1
 
     def spacing(self, m: int) -> float:
-        """The least distance of interior knots in samples, in a window of m samples, under the safe placement."""
-        room = m - 1 - (self.degree + 1)
-        return SPACING if self.interior < 2 else max(1.0, min(SPACING, room / (self.interior - 1)))
+        """The least distance of interior knots, in samples, under the safe placement in a window of m samples.
+
+        1 + p / 8, or less (but at least 1) where n is so close to m that there is no room. At exactly 1 the fit can
+        interpolate the samples, and its coefficients explode on signals that alternate from sample to sample (|c| up to
+        188 max|y| at p = 6); this margin costs no accuracy on real series. `benchmarks/hostile.py` measures it.
+        """
+        wanted = 1 + self.degree / 8
+        if self.interior < 2:
+            return wanted
+        return max(1.0, min(wanted, (m - 1 - (self.degree + 1)) / (self.interior - 1)))
 
     @property
     def order(self) -> int:
@@ -77,6 +82,7 @@ class SplineFit(NamedTuple):
     coefficients: Any
     """(B, n)"""
     condition: Any
-    """(B,) 2-norm condition number of the Gram matrix, or an upper bound of it that is at most MAX_CONDITION"""
+    """(B,) 2-norm condition number of the Gram matrix, or an upper bound of it that is at most MAX_CONDITION.
+    NaN from `cpu` where a window is not finite"""
     fallback: Any
     """(B,) bool: the ridge answered, because the condition number exceeds MAX_CONDITION"""

@@ -24,7 +24,6 @@ from .door import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from os import PathLike
 
     from .cache import TokenCache
@@ -57,15 +56,16 @@ class BSplineTokens(Tokens):
 
     @property
     def degree(self) -> int:
+        """Of the spline."""
         return self.knots.shape[1] - self.coefficients.shape[1] - 1
 
     @property
-    def positions(self) -> Any:  # type: ignore[override]
+    def positions(self) -> Any:
         """The centers."""
         return self.centers
 
     @property
-    def values(self) -> Any:  # type: ignore[override]
+    def values(self) -> Any:
         """(B, n[, C], 2 + k): coefficient, center / (L - 1), detail."""
         parts = [self.coefficients[..., None], self.centers[..., None] / (self.length - 1)]
         if self.detail is not None:
@@ -199,7 +199,9 @@ class BSplineTokenizer(Tokenizer):
 
     # ------------------------------------------------------------------------------------------------- transform
 
-    def transform(self, windows: Any, *, times: Any = None, mask: Any = None, threads: int | None = None) -> BSplineTokens:
+    def transform(
+        self, windows: Any, *, times: Any = None, mask: Any = None, threads: int | None = None
+    ) -> BSplineTokens:
         """Tokens of windows (B, L) or (B, L, C).
 
         Args:
@@ -219,20 +221,30 @@ class BSplineTokenizer(Tokenizer):
             missing = to_missing(mask, shape)
             missing = missing if missing.ndim == 2 else missing.swapaxes(1, 2).reshape(rows.shape)
             missing = missing if bool(missing.any()) else None
-        check_finite(rows, "windows", missing)
+        quick = _stays_on_cpu(rows)
+        if missing is not None or not quick:
+            check_finite(rows, "windows", missing)
         x = None
         if times is not None:
             x = to_positions(times, len(rows) // (door.channels or 1), L, rows)
             x = x if x.ndim == 1 else door.spread(x)
-        work = _as_arrays if _stays_on_cpu(rows) else _as_is
-        return self._pack(work(lambda *a: self._fit_rows(*a, threads=threads), rows, x, missing), rows, x, missing, door)
+        # Tensors that the kernel can answer for are arrays in between, so that both get the same numbers.
+        arrays = [_to_numpy(a) if quick else a for a in (rows, x, missing)]
+        fit = self._fit_rows(*arrays, threads=threads)
+        if quick and np.isnan(fit.condition).any():
+            check_finite(rows, "windows")  # the kernel met it on its way; this finds and names it
+        detail = self._details(fit.knots, *arrays) if self.detail else None
+        results = (self._tame(fit.coefficients), centers(fit.knots, self.degree), fit.knots, fit.fallback, detail)
+        fields = {
+            name: None if a is None else door.restore(_in_kind(a, rows))
+            for name, a in zip(BSplineTokens.arrays, results, strict=True)
+        }
+        return BSplineTokens(**fields, length=L, coefficient_kind=self.coefficients)
 
-    def _fit_rows(self, rows: Any, x: Any, missing: Any, *, threads: int | None, exact: bool = False) -> SplineFit:
+    def _fit_rows(self, rows: Any, x: Any, missing: Any, *, threads: int | None) -> SplineFit:
         """Fit rows (R, L) at positions x, None or (L,) or (R, L), without the missing samples."""
         backend = choose(rows)
-        options: dict[str, Any] = {"exact_condition": exact}
-        if not is_tensor(rows):
-            options["threads"] = threads
+        options = {} if is_tensor(rows) else {"threads": threads}
         if missing is None:
             return backend.tokenize(rows, self.spec, x, **options)
 
@@ -267,19 +279,6 @@ class BSplineTokenizer(Tokenizer):
 
             return SplineFit(*(torch.cat(parts)[back] for parts in zip(*fits, strict=True)))
         return SplineFit(*(np.concatenate(parts)[back] for parts in zip(*fits, strict=True)))
-
-    def _pack(self, fit: SplineFit, rows: Any, x: Any, missing: Any, door: Rows) -> BSplineTokens:
-        detail = None if not self.detail else self._details(fit.knots, rows, x, missing)
-        restore: Callable[[Any], Any] = door.restore
-        return BSplineTokens(
-            restore(self._tame(fit.coefficients)),
-            restore(centers(fit.knots, self.degree)),
-            restore(fit.knots),
-            restore(fit.fallback),
-            None if detail is None else restore(detail),
-            rows.shape[1],
-            self.coefficients,
-        )
 
     def _tame(self, c: Any) -> Any:
         if self.coefficients == "asinh":
@@ -326,44 +325,54 @@ class BSplineTokenizer(Tokenizer):
             windows = sliding(series, lookback, stride)
             gaps = None if missing is None else sliding(missing, lookback, stride)
             parts = [
-                self.transform(windows[i : i + CHUNK // 8], mask=None if gaps is None else gaps[i : i + CHUNK // 8], threads=threads)
+                self.transform(
+                    windows[i : i + CHUNK // 8],
+                    mask=None if gaps is None else gaps[i : i + CHUNK // 8],
+                    threads=threads,
+                )
                 for i in range(0, len(windows), CHUNK // 8)
             ]
             return _join(parts)
 
         from ..spline import cpu
 
-        array = series.detach().numpy() if is_tensor(series) else series
+        array = _to_numpy(series)
         columns = array[:, None] if array.ndim == 1 else array
         starts = np.arange(0, len(array) - lookback + 1, stride)
-        shape, dtype, n, p = (len(starts), columns.shape[1]), array.dtype, self.n_tokens, self.degree
-        out: dict[str, Any] = {
-            "coefficients": np.empty((*shape, n), dtype),
-            "centers": np.empty((*shape, n), dtype),
-            "knots": np.empty((*shape, n + p + 1), dtype),
-            "fallback": np.empty(shape, bool),
-            "detail": np.empty((*shape, n, self.detail), dtype) if self.detail else None,
-        }
-        for channel in range(columns.shape[1]):
+        (W, C), dtype, n, p = (len(starts), columns.shape[1]), array.dtype, self.n_tokens, self.degree
+        coefficients, mu = np.empty((C, W, n), dtype), np.empty((C, W, n), dtype)
+        knots, fallback = np.empty((C, W, n + p + 1), dtype), np.empty((C, W), bool)
+        detail = np.empty((C, W, n, self.detail), dtype) if self.detail else None
+        for channel in range(C):
             values = np.ascontiguousarray(columns[:, channel], np.float64)
             windows = np.lib.stride_tricks.sliding_window_view(values, lookback)[::stride]
-            for i in range(0, len(starts), CHUNK):
+            for i in range(0, W, CHUNK):
                 rows = slice(i, i + CHUNK)
-                fit = cpu.tokenize_series(values, starts[rows], lookback, self.spec, threads=threads)
-                out["coefficients"][rows, channel] = self._tame(fit.coefficients)
-                out["centers"][rows, channel] = centers(fit.knots, p)
-                out["knots"][rows, channel] = fit.knots
-                out["fallback"][rows, channel] = fit.fallback
-                if self.detail:
-                    out["detail"][rows, channel] = self._details(fit.knots, windows[rows], None, None)
-        for name, value in out.items():
-            if value is not None:
-                value = value[:, 0] if array.ndim == 1 else np.moveaxis(value, 1, 2) if value.ndim > 2 else value
-                out[name] = _tensor_like(value, series) if is_tensor(series) else value
-        return BSplineTokens(**out, length=lookback, coefficient_kind=self.coefficients)
+                c, t = coefficients[channel, rows], knots[channel, rows]
+                direct = {"knots": t, "coefficients": c} if dtype == np.float64 else {}
+                fit = cpu.tokenize_series(values, starts[rows], lookback, self.spec, threads=threads, **direct)
+                c[:] = self._tame(fit.coefficients)
+                t[:] = fit.knots
+                np.add(t[:, :n], t[:, p + 1 :], out=mu[channel, rows])
+                fallback[channel, rows] = fit.fallback
+                if detail is not None:
+                    detail[channel, rows] = self._details(fit.knots, windows[rows], None, None)
+        mu *= 0.5
+        door = Rows(array, None if array.ndim == 1 else C)
+
+        def finish(a: np.ndarray | None) -> Any:
+            if a is None:
+                return None
+            # (C, W, k...) -> (W, k...[, C])
+            a = a[0] if door.channels is None else door.restore(np.moveaxis(a, 0, 1).reshape(W * C, *a.shape[2:]))
+            return _in_kind(a, series)
+
+        arrays = (coefficients, mu, knots, fallback, detail)
+        fields = {name: finish(a) for name, a in zip(BSplineTokens.arrays, arrays, strict=True)}
+        return BSplineTokens(**fields, length=lookback, coefficient_kind=self.coefficients)
 
     def inverse_transform(self, tokens: BSplineTokens, length: int | None = None) -> Any:  # type: ignore[override]
-        """The fitted curve at `length` points spread evenly over the window, (B, length[, C]); by default the L samples.
+        """The fitted curve at `length` points spread evenly over the window, (B, length[, C]); by default L.
 
         Where a window begins or ends with missing samples, the curve keeps its end value.
         """
@@ -382,10 +391,7 @@ class BSplineTokenizer(Tokenizer):
             return door.restore(choose(c).evaluate(knots, c, tokens.degree, c.new_tensor(at)))
         from ..spline import cpu
 
-        if not is_tensor(c):
-            return door.restore(cpu.evaluate(knots, c, tokens.degree, at).astype(c.dtype, copy=False))
-        curve = cpu.evaluate(knots.numpy(), c.numpy(), tokens.degree, at)
-        return door.restore(_tensor_like(curve.astype(c.numpy().dtype, copy=False), c))
+        return door.restore(_in_kind(cpu.evaluate(_to_numpy(knots), _to_numpy(c), tokens.degree, at), c))
 
     def _details(self, knots: Any, rows: Any, x: Any, missing: Any) -> Any:
         """(R, n, k): the window, linear between its observed samples, at the middles of k equal parts of each token's
@@ -396,7 +402,7 @@ class BSplineTokenizer(Tokenizer):
         if is_tensor(knots):
             at = (left + width * knots.new_tensor(shares)).reshape(len(knots), -1)
             return _interpolate_tensor(at, rows, x, missing).reshape(len(knots), n, self.detail)
-        out = np.empty((len(knots), n, self.detail), rows.dtype)
+        out = np.empty((len(knots), n, self.detail))
         for i in range(0, len(knots), CHUNK // 8):
             part = slice(i, i + CHUNK // 8)
             at = (left[part] + width[part] * shares).reshape(-1, n * self.detail)
@@ -414,7 +420,7 @@ class BSplineTokenizer(Tokenizer):
         plot: PathLike[str] | str | None = None,
         quiet: bool = False,
     ) -> Diagnosis:
-        """How well this tokenizer takes to a series; prints a report, and draws it into `plot`. See `diagnose.Diagnosis`."""
+        """How well this tokenizer takes to a series; prints a report and draws it into `plot`."""
         from .diagnose import diagnose
 
         result = diagnose(self, series, lookback, stride)
@@ -476,31 +482,25 @@ def _stays_on_cpu(a: Any) -> bool:
     return not is_tensor(a) or (a.device.type == "cpu" and not a.requires_grad)
 
 
-def _as_is(fit: Callable[..., SplineFit], rows: Any, x: Any, missing: Any) -> SplineFit:
-    return fit(rows, x, missing)
-
-
-def _as_arrays(fit: Callable[..., SplineFit], rows: Any, x: Any, missing: Any) -> SplineFit:
-    """Fit tensors as arrays, and give back what came in: tensors or arrays, in the dtype of the rows."""
-    if not is_tensor(rows):
-        return SplineFit(*(_cast(a, rows.dtype) for a in fit(rows, x, missing)))
+def _to_numpy(a: Any) -> Any:
+    """A CPU tensor as an array that shares its memory; half precision, which numpy lacks in part, as float32."""
+    if not is_tensor(a):
+        return a
     import torch
 
-    narrow = rows.dtype in (torch.float16, torch.bfloat16)
-    array = (rows.float() if narrow else rows).numpy()
-    result = fit(array, None if x is None else x.numpy(), None if missing is None else missing.numpy())
-    return SplineFit(*(_tensor_like(_cast(a, array.dtype), rows) for a in result))
+    return (a.float() if a.dtype in (torch.float16, torch.bfloat16) else a).numpy()
 
 
-def _cast(a: np.ndarray, dtype: Any) -> np.ndarray:
-    return a if a.dtype == np.bool_ else a.astype(dtype, copy=False)
+def _in_kind(a: Any, like: Any) -> Any:
+    """A result in the dtype of the samples, and as a tensor if they are one. Booleans stay as they are."""
+    if is_tensor(a):
+        return a
+    if is_tensor(like):
+        import torch
 
-
-def _tensor_like(a: np.ndarray, like: Any) -> Any:
-    import torch
-
-    tensor = torch.from_numpy(np.ascontiguousarray(a))
-    return tensor if tensor.dtype == torch.bool else tensor.to(like.dtype)
+        tensor = torch.from_numpy(np.ascontiguousarray(a))
+        return tensor if tensor.dtype == torch.bool else tensor.to(like.dtype)
+    return a if a.dtype == np.bool_ else a.astype(like.dtype, copy=False)
 
 
 def _float64(a: Any) -> Any:

@@ -38,6 +38,7 @@ def default_folder() -> Path:
 
 
 def as_cache(cache: TokenCache | os.PathLike[str] | str | bool) -> TokenCache:
+    """What `transform_series` takes for a cache."""
     if isinstance(cache, TokenCache):
         return cache
     return TokenCache(default_folder() if cache is True else Path(cache))  # type: ignore[arg-type]
@@ -104,7 +105,7 @@ class TokenCache:
         try:
             with safe_open(path, "numpy") as file:
                 metadata = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118: not a dict
+                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except SafetensorError as error:
             raise ValueError(f"not a whole safetensors file: {error}") from error
         if metadata.get("checksum") != _checksum(arrays):

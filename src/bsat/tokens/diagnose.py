@@ -48,7 +48,7 @@ class Diagnosis:
     curvature_norm: float
     permutation_entropy: float
     worst: list[tuple[int, float]]
-    """First sample and RMSE of the windows that are fitted worst"""
+    """First sample and RMSE of the windows that are fitted worst, none overlapping another"""
     per_window: dict[str, np.ndarray]
     """start, rmse, rmse_uniform, condition, ratio: for drawing"""
 
@@ -60,7 +60,7 @@ class Diagnosis:
         k = self.condition
         lines = [
             self.tokenizer,
-            f"{self.windows:,} windows of {self.lookback} samples, {self.stride} apart, of a series of {self.samples:,}",
+            f"{self.windows:,} windows of {self.lookback} samples, {self.stride} apart, of {self.samples:,} samples",
             "",
             "stability",
             f"  ridge fallback       {self.fallback_rate:8.2%} of windows",
@@ -120,7 +120,6 @@ def diagnose(tokenizer: BSplineTokenizer, series: Any, lookback: int, stride: in
     ratio = largest / np.maximum(np.abs(windows).max(1), np.finfo(float).tiny)
     limit = tokenizer.max_coefficient
     starts = np.arange(len(windows)) * stride
-    worst = np.argsort(-error, kind="stable")[:WORST]
     quantiles = {f"{q}%": float(np.quantile(fit.condition, q / 100, method="higher")) for q in (50, 90, 99, 100)}
     return Diagnosis(
         tokenizer=repr(tokenizer),
@@ -138,7 +137,7 @@ def diagnose(tokenizer: BSplineTokenizer, series: Any, lookback: int, stride: in
         total_variation=total_variation(y),
         curvature_norm=curvature_norm(y),
         permutation_entropy=permutation_entropy(y),
-        worst=[(int(starts[i]), float(error[i])) for i in worst],
+        worst=_worst(starts, error, lookback),
         per_window={
             "start": starts,
             "rmse": error,
@@ -147,6 +146,15 @@ def diagnose(tokenizer: BSplineTokenizer, series: Any, lookback: int, stride: in
             "ratio": ratio,
         },
     )
+
+
+def _worst(starts: np.ndarray, error: np.ndarray, lookback: int) -> list[tuple[int, float]]:
+    """The windows with the largest errors that do not overlap one another."""
+    worst: list[tuple[int, float]] = []
+    for i in np.argsort(-error, kind="stable"):
+        if len(worst) < WORST and all(abs(int(starts[i]) - start) >= lookback for start, _ in worst):
+            worst.append((int(starts[i]), float(error[i])))
+    return worst
 
 
 def _rmse(residual: np.ndarray) -> np.ndarray:

@@ -11,10 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ..spline import is_tensor
-
-LARGEST = 1e150
-"""Beyond this, products of samples overflow a float64."""
+from ..spline import LARGEST, is_tensor
 
 
 @dataclass(frozen=True)
@@ -81,7 +78,9 @@ def to_series(series: Any, lookback: Any, name: str = "series") -> Any:
     check_whole(lookback, "lookback", 2)
     a = to_array(series, name)
     if a.ndim not in (1, 2) or 0 in a.shape:
-        raise ValueError(f"`{name}` must have shape (T,) or (T, C), without empty axes; got {tuple(a.shape)}. Reshape it.")
+        raise ValueError(
+            f"`{name}` must have shape (T,) or (T, C), without empty axes; got {tuple(a.shape)}. Reshape it."
+        )
     if a.shape[0] < lookback:
         raise ValueError(
             f"`lookback` must not exceed the length of `{name}` = {a.shape[0]}; got {lookback}. "
@@ -105,8 +104,8 @@ def check_finite(a: Any, name: str, missing: Any = None) -> None:
     marked = "samples that `mask` does not mark as missing" if missing is not None else "all samples"
     raise ValueError(
         f"`{name}` must be finite in {marked}; got {array[where]} at index {where} "
-        f"({np.count_nonzero(~np.isfinite(array))} in all). Mark missing samples: mask=np.isnan({name}) is True where a "
-        f"sample is missing."
+        f"({np.count_nonzero(~np.isfinite(array))} in all). Mark missing samples with mask=np.isnan({name}): True is "
+        f"missing."
     )
 
 
@@ -124,7 +123,7 @@ def to_missing(mask: Any, like: Any) -> Any:
         raise TypeError(f"`mask` must be boolean, True where a sample is missing; got {mask.dtype}. Use .astype(bool).")
     if tuple(mask.shape) != tuple(like.shape):
         raise ValueError(
-            f"`mask` must have the shape of the samples, {tuple(like.shape)}; got {tuple(mask.shape)}. Broadcast it first."
+            f"`mask` must have the shape of the samples, {tuple(like.shape)}; got {tuple(mask.shape)}. Broadcast it."
         )
     return mask
 
@@ -150,7 +149,9 @@ def to_positions(times: Any, B: int, L: int, like: Any) -> Any:
     first, last = t[..., :1], t[..., -1:]
     x = (t - first) / (last - first) * (L - 1)
     if not (np.diff(x, axis=-1) > 0).all():
-        raise ValueError("`times` must be apart by more than rounding; got steps that vanish beside the window's length.")
+        raise ValueError(
+            "`times` must be apart by more than rounding; got steps that vanish beside the window's length."
+        )
     if is_tensor(like):
         import torch
 

@@ -64,6 +64,7 @@ def draw_pipeline(tokenizer: BSplineTokenizer, window: Any, path: os.PathLike[st
     middle.plot(x, F, color=CURVE, lw=1.4, label="cumulative mass")
     if len(q) <= 60:
         middle.hlines(q, 0, np.interp(q, F, x), color=QUIET, lw=0.5, label="quantiles")
+        middle.vlines(interior, -0.03, q, color=QUIET, lw=0.5, ls=":")
     middle.plot(interior, np.full(len(interior), -0.03), "^", color=CURVE, ms=5, clip_on=False, label="knots")
     middle.set_ylim(-0.06, 1.03)
     middle.set_ylabel("share of mass")
@@ -139,7 +140,9 @@ def _legend(axes: Any, other: Any = None) -> None:
     if other is not None:
         more = other.get_legend_handles_labels()
         handles, labels = handles + more[0], labels + more[1]
-    axes.legend(handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=8)
+    axes.legend(
+        handles, labels, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=8
+    )
 
 
 def _save(figure: Figure, path: Path) -> None:

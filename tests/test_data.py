@@ -1,0 +1,36 @@
+"""Statistics and shipped series."""
+
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from bsat.data import SHIPPED, curvature_norm, load_shipped, permutation_entropy, total_variation
+
+
+def test_statistics_by_hand():
+    y = np.array([0.0, 1.0, 3.0, 2.0, 2.0])
+    assert total_variation(y) == 4.0
+    assert curvature_norm(y) == pytest.approx(math.sqrt(1 + 9 + 1))
+    assert permutation_entropy(np.arange(50.0)) == 0.0
+    noise = np.random.default_rng(0).normal(size=100_000)
+    assert permutation_entropy(noise) == pytest.approx(1.0, abs=1e-3)
+    # 0 1 0 1 ...: two patterns of six, equally often
+    assert permutation_entropy(np.arange(1002) % 2 * 1.0) == pytest.approx(math.log(2) / math.log(6), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_series_are_whole(name):
+    frame = load_shipped(name)
+    assert list(frame.columns) == ["unique_id", "ds", "y"]
+    assert (frame["unique_id"] == name).all()
+    assert frame["y"].notna().all()
+    steps = frame["ds"].diff().dropna()
+    assert (steps == pd.Timedelta("15min")).all()
+    assert len(frame) >= 35_000
+
+
+def test_unknown_shipped_series():
+    with pytest.raises(ValueError, match="the shipped series are solar; got 'wind'"):
+        load_shipped("wind")
