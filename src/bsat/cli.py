@@ -114,10 +114,10 @@ def demo(
     series = load_shipped("solar")["y"].to_numpy()
     print(f"solar: {about.about}, {about.unit}, every {about.cadence}, {len(series):,} samples\n({about.credit})\n")
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = BSplineTokenizer(n_tokens=45, degree=3, feature="slope")
+    tokenizer = BSplineTokenizer(n_tokens=90, degree=3)
     tokenizer.diagnose(series, lookback=720, plot=folder / "diagnosis.png")
     tokenizer.plot(
-        series[-720:], folder / "tokens.png", title="A week and a half of sunshine: 720 samples as 45 tokens"
+        series[-720:], folder / "tokens.png", title="A week of sunshine: 720 samples as 90 tokens"
     )
     print(f"\ndrew {folder / 'tokens.png'} and {folder / 'diagnosis.png'}")
 

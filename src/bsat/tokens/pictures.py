@@ -62,9 +62,9 @@ def draw_pipeline(tokenizer: BSplineTokenizer, window: Any, path: os.PathLike[st
 
     q = np.arange(1, len(interior) + 1) / (len(interior) + 1)
     middle.plot(x, F, color=CURVE, lw=1.4, label="cumulative mass")
-    if len(q) <= 60:
-        middle.hlines(q, 0, np.interp(q, F, x), color=QUIET, lw=0.5, label="quantiles")
-        middle.vlines(interior, -0.03, q, color=QUIET, lw=0.5, ls=":")
+    if len(q) <= 120:
+        middle.hlines(q, 0, np.interp(q, F, x), color=QUIET, lw=0.4, label="quantiles")
+        middle.vlines(interior, -0.03, q, color=QUIET, lw=0.4, ls=":")
     middle.plot(interior, np.full(len(interior), -0.03), "^", color=CURVE, ms=5, clip_on=False, label="knots")
     middle.set_ylim(-0.06, 1.03)
     middle.set_ylabel("share of mass")
