@@ -65,9 +65,10 @@ def test_gaps(bsat, series, tmp_path):
     code, _, err = bsat("tokenize", "g.csv")
     assert code == 2
     assert "row 11 is empty (3 in all). Pass --fit-gaps" in err
-    code, _, _ = bsat("tokenize", "g.csv", "--fit-gaps", "--out", "t.csv")
+    code, _, _ = bsat("tokenize", "g.csv", "--fit-gaps", "--out", "t.csv", "--plot", "g.png", "--window", 0)
     assert code == 0
     assert pd.read_csv(tmp_path / "t.csv")["coefficient"].notna().all()
+    assert (tmp_path / "g.png").stat().st_size > 10_000
 
 
 @pytest.mark.parametrize(

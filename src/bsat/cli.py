@@ -94,9 +94,9 @@ def tokenize(
         if not -len(result) <= window < len(result):
             raise ValueError(f"--window must lie between {-len(result)} and {len(result) - 1}; got {window}.")
         start = int(starts[window])
-        tokenizer.plot(
-            series[start : start + lookback], plot, title=f"{name}, samples {start:,} to {start + lookback - 1:,}"
-        )
+        part = slice(start, start + lookback)
+        title = f"{name}, samples {start:,} to {start + lookback - 1:,}"
+        tokenizer.plot(series[part], plot, mask=missing[part], title=title)
         print(f"drew {plot}")
     if diagnose:
         tokenizer.diagnose(whole, lookback)
@@ -116,9 +116,7 @@ def demo(
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = BSplineTokenizer(n_tokens=90, degree=3)
     tokenizer.diagnose(series, lookback=720, plot=folder / "diagnosis.png")
-    tokenizer.plot(
-        series[-720:], folder / "tokens.png", title="A week of sunshine: 720 samples as 90 tokens"
-    )
+    tokenizer.plot(series[-720:], folder / "tokens.png", title="A week of sunshine: 720 samples as 90 tokens")
     print(f"\ndrew {folder / 'tokens.png'} and {folder / 'diagnosis.png'}")
 
 

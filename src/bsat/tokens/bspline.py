@@ -430,11 +430,11 @@ class BSplineTokenizer(Tokenizer):
             result.plot(plot)
         return result
 
-    def plot(self, window: Any, path: PathLike[str] | str, *, title: str | None = None) -> None:
+    def plot(self, window: Any, path: PathLike[str] | str, *, mask: Any = None, title: str | None = None) -> None:
         """The paper's pipeline figure for one window of (L,) samples, as a PNG, SVG or PDF."""
         from .pictures import draw_pipeline
 
-        draw_pipeline(self, window, path, title=title)
+        draw_pipeline(self, window, path, mask=mask, title=title)
 
 
 def centers(knots: Any, degree: int) -> Any:

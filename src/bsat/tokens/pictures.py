@@ -10,7 +10,7 @@ import numpy as np
 
 from ..atomic import replacing
 from ..spline import reference
-from .door import check_finite, to_array
+from .door import check_finite, to_array, to_missing
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,16 +32,19 @@ def check_format(path: os.PathLike[str] | str) -> Path:
     return path
 
 
-def draw_pipeline(tokenizer: BSplineTokenizer, window: Any, path: os.PathLike[str] | str, *, title: str | None) -> None:
+def draw_pipeline(
+    tokenizer: BSplineTokenizer, window: Any, path: os.PathLike[str] | str, *, mask: Any, title: str | None
+) -> None:
     """Series and feature function; cumulative mass, quantiles and knots; curve, basis functions and tokens."""
     path = check_format(path)
     y = np.asarray(to_array(window, "window"), np.float64)
     if y.ndim != 1:
         raise ValueError(f"`window` must have shape (L,); got {y.shape}. Draw one window at a time.")
-    check_finite(y, "window")
-    tokens = tokenizer.transform(y[None])
+    missing = np.zeros(y.shape, bool) if mask is None else to_missing(mask, y)
+    check_finite(y, "window", missing)
+    tokens = tokenizer.transform(y[None], mask=missing[None])
     p, n, L = tokenizer.degree, tokenizer.n_tokens, len(y)
-    knots, x = tokens.knots[0], np.arange(L, dtype=float)
+    knots, x, y = tokens.knots[0], np.flatnonzero(~missing).astype(float), y[~missing]
     interior = knots[p + 1 : n]
     phi, F = reference.feature_and_mass(y, x, tokenizer.spec)
 
