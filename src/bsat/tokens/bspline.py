@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 import numpy as np
 
 from ..spline import DEGREES, FEATURES, PLACEMENTS, SplineFit, SplineSpec, choose, is_tensor
+from .cache import TokenCache, as_cache, make_key
 from .clip_factor import search_clip_factor
 from .contract import Tokenizer, Tokens, sliding
 from .door import (
@@ -26,7 +27,6 @@ from .door import (
 if TYPE_CHECKING:
     from os import PathLike
 
-    from .cache import TokenCache
     from .diagnose import Diagnosis
 
 CHUNK = 1 << 15
@@ -312,11 +312,25 @@ class BSplineTokenizer(Tokenizer):
         self._check_length(lookback)
         missing = None if mask is None else to_missing(mask, series)
         check_finite(series, "series", missing)
-        if cache is not None and cache is not False:
-            from .cache import as_cache
-
-            return as_cache(cache).tokens(self, series, lookback, stride, missing, threads)
-        return self._transform_series(series, lookback, stride, missing, threads)
+        if cache is None or cache is False:
+            return self._transform_series(series, lookback, stride, missing, threads)
+        store = as_cache(cache)
+        settings = {
+            **self.get_params(),
+            "clip_factor": repr(self.spec.clip_factor),
+            "windows": [int(lookback), int(stride)],
+        }
+        key = make_key(settings, series, missing)
+        found = store.load(key)
+        if found is not None:
+            arrays = {name: found.get(name) for name in BSplineTokens.arrays}
+            arrays = {name: None if a is None else _in_kind(a, series) for name, a in arrays.items()}
+            return BSplineTokens(**arrays, length=lookback, coefficient_kind=self.coefficients)
+        tokens = self._transform_series(series, lookback, stride, missing, threads)
+        fields = {name: getattr(tokens, name) for name in tokens.arrays}
+        arrays = {k: _to_numpy(a.detach().cpu() if is_tensor(a) else a) for k, a in fields.items() if a is not None}
+        store.store(key, arrays)
+        return tokens
 
     def _transform_series(
         self, series: Any, lookback: int, stride: int, missing: Any, threads: int | None
@@ -423,7 +437,17 @@ class BSplineTokenizer(Tokenizer):
         """How well this tokenizer takes to a series; prints a report and draws it into `plot`."""
         from .diagnose import diagnose
 
-        result = diagnose(self, series, lookback, stride)
+        series = to_series(series, lookback)
+        if series.ndim != 1:
+            raise ValueError(
+                f"`series` must have shape (T,); got {tuple(series.shape)}. Diagnose one channel at a time."
+            )
+        check_finite(series, "series")
+        self._check_length(lookback)
+        if stride is not None:
+            check_whole(stride, "stride", 1)
+        y = np.asarray(series.detach().cpu() if is_tensor(series) else series, np.float64)
+        result = diagnose(repr(self), self.spec, self.max_coefficient, y, lookback, stride)
         if not quiet:
             print(result)
         if plot is not None:
@@ -432,9 +456,21 @@ class BSplineTokenizer(Tokenizer):
 
     def plot(self, window: Any, path: PathLike[str] | str, *, mask: Any = None, title: str | None = None) -> None:
         """The paper's pipeline figure for one window of (L,) samples, as a PNG, SVG or PDF."""
-        from .pictures import draw_pipeline
+        from .pictures import check_format, draw_pipeline
 
-        draw_pipeline(self, window, path, mask=mask, title=title)
+        check_format(path)
+        y = np.asarray(to_array(window, "window"), np.float64)
+        if y.ndim != 1:
+            raise ValueError(f"`window` must have shape (L,); got {y.shape}. Draw one window at a time.")
+        missing = np.zeros(y.shape, bool) if mask is None else to_missing(mask, y)
+        check_finite(y, "window", missing)
+        self._check_length(len(y))
+        fit = self._fit_rows(y[None], None, missing[None] if missing.any() else None, threads=1)
+        x = np.flatnonzero(~missing).astype(float)
+        title = (
+            title or f"{len(y)} samples as {self.n_tokens} tokens (degree {self.degree}, {self.placement} placement)"
+        )
+        draw_pipeline(self.spec, x, y[~missing], fit.knots[0], fit.coefficients[0], path, title)
 
 
 def centers(knots: Any, degree: int) -> Any:
@@ -498,7 +534,7 @@ def _in_kind(a: Any, like: Any) -> Any:
     if is_tensor(like):
         import torch
 
-        tensor = torch.from_numpy(np.ascontiguousarray(a))
+        tensor = torch.from_numpy(np.ascontiguousarray(a)).to(like.device)
         return tensor if tensor.dtype == torch.bool else tensor.to(like.dtype)
     return a if a.dtype == np.bool_ else a.astype(like.dtype, copy=False)
 

@@ -14,15 +14,12 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from ..atomic import LEFTOVERS, replacing
 from ..spline import is_tensor
-
-if TYPE_CHECKING:
-    from .bspline import BSplineTokenizer, BSplineTokens
 
 FORMAT = 1
 """Raise it whenever the same settings would give other tokens, or the file's layout changes."""
@@ -53,69 +50,25 @@ class TokenCache:
     def __repr__(self) -> str:
         return f"TokenCache({str(self.folder)!r})"
 
-    def tokens(
-        self, tokenizer: BSplineTokenizer, series: Any, lookback: int, stride: int, missing: Any, threads: int | None
-    ) -> BSplineTokens:
-        """From disk if they are there and whole, else computed and stored."""
-        path = self.folder / (self.key(tokenizer, series, lookback, stride, missing) + SUFFIX)
-        if path.exists():
-            try:
-                return self._read(path, series)
-            except (OSError, ValueError) as error:
-                warnings.warn(f"{path} is damaged ({error}); computing its tokens again.", RuntimeWarning, stacklevel=3)
-        tokens = tokenizer._transform_series(series, lookback, stride, missing, threads)
-        self._write(path, tokens)
-        return tokens
+    def load(self, key: str) -> dict[str, np.ndarray] | None:
+        """The arrays stored under a key; None, and a warning, if the file is damaged."""
+        path = self.folder / (key + SUFFIX)
+        if not path.exists():
+            return None
+        try:
+            return _read(path)
+        except (OSError, ValueError) as error:
+            warnings.warn(f"{path} is damaged ({error}); computing its tokens again.", RuntimeWarning, stacklevel=4)
+            return None
 
-    def key(self, tokenizer: BSplineTokenizer, series: Any, lookback: int, stride: int, missing: Any) -> str:
-        """A hash of the data and of all that shapes the tokens."""
-        settings = {
-            **tokenizer.get_params(),
-            "clip_factor": repr(tokenizer.spec.clip_factor),
-            "lookback": int(lookback),
-            "stride": int(stride),
-            "format": FORMAT,
-        }
-        digest = hashlib.blake2b(json.dumps(settings, sort_keys=True, default=float).encode(), digest_size=16)
-        for array in (series, missing):
-            if array is not None:
-                a = np.ascontiguousarray(array.detach().cpu().numpy() if is_tensor(array) else array)
-                digest.update(f"{a.dtype.str}{a.shape}".encode())
-                digest.update(a.data)
-        return digest.hexdigest()
-
-    def _write(self, path: Path, tokens: BSplineTokens) -> None:
+    def store(self, key: str, arrays: dict[str, np.ndarray]) -> None:
+        """Write them, whole or not at all."""
         from safetensors.numpy import save_file
 
-        arrays = {}
-        for name in tokens.arrays:
-            value = getattr(tokens, name)
-            if value is not None:
-                arrays[name] = np.ascontiguousarray(value.detach().cpu().numpy() if is_tensor(value) else value)
-        metadata = {"length": str(tokens.length), "kind": tokens.coefficient_kind, "checksum": _checksum(arrays)}
+        arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
         self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path) as temporary:
-            save_file(arrays, temporary, metadata=metadata)
-
-    def _read(self, path: Path, like: Any) -> BSplineTokens:
-        from safetensors import SafetensorError, safe_open
-
-        from .bspline import BSplineTokens
-
-        try:
-            with safe_open(path, "numpy") as file:
-                metadata = file.metadata() or {}
-                arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except SafetensorError as error:
-            raise ValueError(f"not a whole safetensors file: {error}") from error
-        if metadata.get("checksum") != _checksum(arrays):
-            raise ValueError("its checksum does not match its content")
-        fields: dict[str, Any] = {name: arrays.get(name) for name in BSplineTokens.arrays}
-        if is_tensor(like):
-            import torch
-
-            fields = {k: None if v is None else torch.from_numpy(v).to(like.device) for k, v in fields.items()}
-        return BSplineTokens(**fields, length=int(metadata["length"]), coefficient_kind=metadata["kind"])
+        with replacing(self.folder / (key + SUFFIX)) as temporary:
+            save_file(arrays, temporary, metadata={"checksum": _checksum(arrays)})
 
     def files(self) -> Iterator[tuple[Path, int]]:
         """The token files and their sizes in bytes."""
@@ -131,6 +84,34 @@ class TokenCache:
             path.unlink(missing_ok=True)
             count, size = count + 1, size + length
         return count, size
+
+
+def make_key(settings: dict[str, Any], *data: Any) -> str:
+    """A hash of the settings and of the content of the arrays or tensors (or None) that shape the tokens."""
+    text = json.dumps({**settings, "format": FORMAT}, sort_keys=True, default=float)
+    digest = hashlib.blake2b(text.encode(), digest_size=16)
+    for array in data:
+        if array is None:
+            digest.update(b"none")
+            continue
+        a = np.ascontiguousarray(array.detach().cpu().numpy() if is_tensor(array) else array)
+        digest.update(f"{a.dtype.str}{a.shape}".encode())
+        digest.update(a.data)
+    return digest.hexdigest()
+
+
+def _read(path: Path) -> dict[str, np.ndarray]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "numpy") as file:
+            checksum = (file.metadata() or {}).get("checksum")
+            arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except SafetensorError as error:
+        raise ValueError(f"not a whole safetensors file: {error}") from error
+    if checksum != _checksum(arrays):
+        raise ValueError("its checksum does not match its content")
+    return arrays
 
 
 def _checksum(arrays: dict[str, np.ndarray]) -> str:

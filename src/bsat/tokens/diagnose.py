@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..data.statistics import curvature_norm, permutation_entropy, total_variation
-from ..spline import is_tensor
+from ..spline import SplineFit, SplineSpec
 from .contract import sliding
-from .door import check_finite, check_whole, to_series
+from .downsample import DownsampleTokenizer
 
 if TYPE_CHECKING:
     from os import PathLike
-
-    from .bspline import BSplineTokenizer
 
 WINDOWS = 2000
 """Without a stride, about so many windows are looked at."""
@@ -81,54 +79,80 @@ class Diagnosis:
         return "\n".join(lines)
 
     def plot(self, path: PathLike[str] | str) -> None:
-        """Draw it into a PNG, SVG or PDF."""
-        from .pictures import draw_diagnosis
+        """Error along the series, error against uniform knots, condition numbers: as a PNG, SVG or PDF."""
+        from .pictures import ACCENT, CURVE, QUIET, add_legend, new_figure, save
 
-        draw_diagnosis(self, path)
+        w = self.per_window
+        figure = new_figure(10, 6.4)
+        grid = figure.add_gridspec(2, 3)
+        along = figure.add_subplot(grid[0, :])
+        along.plot(w["start"], w["rmse_uniform"], color=QUIET, lw=0.9, label="uniform knots")
+        along.plot(w["start"], w["rmse"], color=CURVE, lw=0.9, label="these tokens")
+        worst = np.array(self.worst)
+        along.plot(worst[:, 0], worst[:, 1], "v", color=ACCENT, label="worst windows")
+        along.set_xlabel("first sample of the window")
+        along.set_ylabel("RMSE")
+        along.set_ylim(bottom=0)
+        along.margins(x=0.01)
+        add_legend(along)
+
+        against = figure.add_subplot(grid[1, 0])
+        top = 1.05 * max(w["rmse"].max(), w["rmse_uniform"].max(), 1e-300)
+        against.plot(w["rmse_uniform"], w["rmse"], ".", color=CURVE, ms=3, alpha=0.5)
+        against.plot([0, top], [0, top], color=QUIET, lw=0.8)
+        against.set(xlabel="RMSE, uniform knots", ylabel="RMSE, these tokens", xlim=(0, top), ylim=(0, top))
+
+        kappa = figure.add_subplot(grid[1, 1])
+        kappa.hist(np.log10(np.clip(w["condition"], 1, 1e20)), bins=40, color=CURVE)
+        kappa.set(xlabel="log10 of the condition number", ylabel="windows")
+
+        ratio = figure.add_subplot(grid[1, 2])
+        ratio.hist(w["ratio"], bins=40, color=CURVE)
+        ratio.set(xlabel="largest |c| / max|y|", ylabel="windows")
+        figure.suptitle(
+            f"{self.tokenizer}\nRMSE {self.rmse:.4g} beside {self.rmse_uniform:.4g} with uniform knots; "
+            f"{self.fallback_rate:.2%} of {self.windows:,} windows needed the ridge",
+            fontsize=10,
+        )
+        save(figure, path)
 
 
 def _share(ours: float, theirs: float) -> str:
     return f"(ours is {ours / theirs:.2f} of it)" if theirs > 0 else ""
 
 
-def diagnose(tokenizer: BSplineTokenizer, series: Any, lookback: int, stride: int | None) -> Diagnosis:
-    """See `BSplineTokenizer.diagnose`."""
+def diagnose(
+    name: str, spec: SplineSpec, max_coefficient: float | None, y: np.ndarray, lookback: int, stride: int | None
+) -> Diagnosis:
+    """Of a (T,) series; see `BSplineTokenizer.diagnose`."""
     from ..spline import cpu
-    from .bspline import BSplineTokenizer
-    from .downsample import DownsampleTokenizer
 
-    series = to_series(series, lookback)
-    if series.ndim != 1:
-        raise ValueError(f"`series` must have shape (T,); got {tuple(series.shape)}. Diagnose one channel at a time.")
-    check_finite(series, "series")
-    tokenizer._check_length(lookback)
-    y = np.asarray(series.detach().cpu() if is_tensor(series) else series, np.float64)
     if stride is None:
         stride = max(1, (len(y) - lookback) // WINDOWS)
-    check_whole(stride, "stride", 1)
     windows = np.ascontiguousarray(sliding(y, lookback, stride))
     at = np.arange(lookback, dtype=np.float64)
 
-    fit = cpu.tokenize(windows, tokenizer.spec, exact_condition=True)
-    error = _rmse(cpu.evaluate(fit.knots, fit.coefficients, tokenizer.degree, at) - windows)
-    plain = BSplineTokenizer(tokenizer.n_tokens, tokenizer.degree, feature="uniform", placement=tokenizer.placement)
-    error_uniform = _rmse(plain.inverse_transform(plain.transform(windows)) - windows)
-    sampler = DownsampleTokenizer(tokenizer.n_tokens)
+    def error_of(fit: SplineFit) -> np.ndarray:
+        return _rmse(cpu.evaluate(fit.knots, fit.coefficients, spec.degree, at) - windows)
+
+    fit = cpu.tokenize(windows, spec, exact_condition=True)
+    error = error_of(fit)
+    error_uniform = error_of(cpu.tokenize(windows, replace(spec, feature="uniform", recency=1.0)))
+    sampler = DownsampleTokenizer(spec.n)
     error_downsample = _rmse(sampler.inverse_transform(sampler.transform(windows)) - windows)
 
     largest = np.abs(fit.coefficients).max(1)
     ratio = largest / np.maximum(np.abs(windows).max(1), np.finfo(float).tiny)
-    limit = tokenizer.max_coefficient
     starts = np.arange(len(windows)) * stride
     quantiles = {f"{q}%": float(np.quantile(fit.condition, q / 100, method="higher")) for q in (50, 90, 99, 100)}
     return Diagnosis(
-        tokenizer=repr(tokenizer),
+        tokenizer=name,
         samples=len(y),
         windows=len(windows),
         lookback=int(lookback),
         stride=int(stride),
         fallback_rate=float(fit.fallback.mean()),
-        clip_rate=0.0 if limit is None else float((largest > limit).mean()),
+        clip_rate=0.0 if max_coefficient is None else float((largest > max_coefficient).mean()),
         condition=quantiles,
         coefficient_ratio=float(ratio.max()),
         rmse=_overall(error),
