@@ -19,6 +19,7 @@ from .door import (
     check_whole,
     to_array,
     to_missing,
+    to_numpy,
     to_positions,
     to_rows,
     to_series,
@@ -162,7 +163,7 @@ class BSplineTokenizer(Tokenizer):
         check_finite(rows, "X")
         self._check_length(rows.shape[1])
         if self.clip_factor == "auto":
-            windows = rows.detach().cpu().numpy() if is_tensor(rows) else rows
+            windows = to_numpy(rows)
             spec = SplineSpec(**{**self._spec_fields(), "clip_factor": 1.0})
             self.clip_factor_, self.clip_search_ = search_clip_factor(windows, spec)
         return self
@@ -229,7 +230,7 @@ class BSplineTokenizer(Tokenizer):
             x = to_positions(times, len(rows) // (door.channels or 1), L, rows)
             x = x if x.ndim == 1 else door.spread(x)
         # Tensors that the kernel can answer for are arrays in between, so that both get the same numbers.
-        arrays = [_to_numpy(a) if quick else a for a in (rows, x, missing)]
+        arrays = [to_numpy(a) if quick else a for a in (rows, x, missing)]
         fit = self._fit_rows(*arrays, threads=threads)
         if quick and np.isnan(fit.condition).any():
             check_finite(rows, "windows")  # the kernel met it on its way; this finds and names it
@@ -251,7 +252,7 @@ class BSplineTokenizer(Tokenizer):
         # Windows with equally many samples are fitted together, so that the backends need not know of gaps.
         observed = ~missing
         counts = observed.sum(1)
-        counts = counts.cpu().numpy() if is_tensor(counts) else counts
+        counts = to_numpy(counts)
         if counts.min() <= self.n_tokens:
             worst = int(counts.argmin())
             raise ValueError(
@@ -328,8 +329,7 @@ class BSplineTokenizer(Tokenizer):
             return BSplineTokens(**arrays, length=lookback, coefficient_kind=self.coefficients)
         tokens = self._transform_series(series, lookback, stride, missing, threads)
         fields = {name: getattr(tokens, name) for name in tokens.arrays}
-        arrays = {k: _to_numpy(a.detach().cpu() if is_tensor(a) else a) for k, a in fields.items() if a is not None}
-        store.store(key, arrays)
+        store.store(key, {name: to_numpy(a) for name, a in fields.items() if a is not None})
         return tokens
 
     def _transform_series(
@@ -350,7 +350,7 @@ class BSplineTokenizer(Tokenizer):
 
         from ..spline import cpu
 
-        array = _to_numpy(series)
+        array = to_numpy(series)
         columns = array[:, None] if array.ndim == 1 else array
         starts = np.arange(0, len(array) - lookback + 1, stride)
         (W, C), dtype, n, p = (len(starts), columns.shape[1]), array.dtype, self.n_tokens, self.degree
@@ -405,7 +405,7 @@ class BSplineTokenizer(Tokenizer):
             return door.restore(choose(c).evaluate(knots, c, tokens.degree, c.new_tensor(at)))
         from ..spline import cpu
 
-        return door.restore(_in_kind(cpu.evaluate(_to_numpy(knots), _to_numpy(c), tokens.degree, at), c))
+        return door.restore(_in_kind(cpu.evaluate(to_numpy(knots), to_numpy(c), tokens.degree, at), c))
 
     def _details(self, knots: Any, rows: Any, x: Any, missing: Any) -> Any:
         """(R, n, k): the window, linear between its observed samples, at the middles of k equal parts of each token's
@@ -446,7 +446,7 @@ class BSplineTokenizer(Tokenizer):
         self._check_length(lookback)
         if stride is not None:
             check_whole(stride, "stride", 1)
-        y = np.asarray(series.detach().cpu() if is_tensor(series) else series, np.float64)
+        y = np.asarray(to_numpy(series), np.float64)
         result = diagnose(repr(self), self.spec, self.max_coefficient, y, lookback, stride)
         if not quiet:
             print(result)
@@ -516,15 +516,6 @@ def _interpolate_tensor(at: Any, rows: Any, x: Any, missing: Any) -> Any:
 def _stays_on_cpu(a: Any) -> bool:
     """Whether the compiled kernel can answer: arrays, and CPU tensors that need no gradient."""
     return not is_tensor(a) or (a.device.type == "cpu" and not a.requires_grad)
-
-
-def _to_numpy(a: Any) -> Any:
-    """A CPU tensor as an array that shares its memory; half precision, which numpy lacks in part, as float32."""
-    if not is_tensor(a):
-        return a
-    import torch
-
-    return (a.float() if a.dtype in (torch.float16, torch.bfloat16) else a).numpy()
 
 
 def _in_kind(a: Any, like: Any) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ..spline import is_tensor
-from .door import check_finite, check_whole, to_array, to_rows, to_series
+from .door import check_finite, check_whole, to_array, to_numpy, to_rows, to_series
 
 
 class Tokens:
@@ -50,8 +50,7 @@ class Tokens:
         return type(self)(**fields)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        values = self.values
-        table = np.asarray(values.detach().cpu() if is_tensor(values) else values).reshape(len(self), -1)
+        table = to_numpy(self.values).reshape(len(self), -1)
         return table.astype(dtype or table.dtype, copy=bool(copy))
 
     @property

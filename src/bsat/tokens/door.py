@@ -58,6 +58,17 @@ def to_array(a: Any, name: str) -> Any:
     return array if array.dtype.itemsize in (4, 8) else array.astype(np.float32 if array.dtype.itemsize < 4 else float)
 
 
+def to_numpy(a: Any) -> Any:
+    """A tensor as an array, sharing its memory if it is on the CPU; half precision, which numpy lacks in part, as
+    float32. Anything else as it is."""
+    if not is_tensor(a):
+        return a
+    import torch
+
+    a = a.detach().cpu()
+    return (a.float() if a.dtype in (torch.float16, torch.bfloat16) else a).numpy()
+
+
 def to_rows(windows: Any, name: str = "windows") -> Rows:
     """Check the shape of (B, L) or (B, L, C) windows and flatten the channels."""
     a = to_array(windows, name)
@@ -99,7 +110,7 @@ def check_finite(a: Any, name: str, missing: Any = None) -> None:
         if max(-low, high) > LARGEST:
             raise ValueError(f"`{name}` must stay within ±{LARGEST:g}; got {max(-low, high):g}. Change the unit.")
         return
-    array = a.cpu().numpy() if is_tensor(a) else a
+    array = to_numpy(a)
     where = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
     marked = "samples that `mask` does not mark as missing" if missing is not None else "all samples"
     raise ValueError(
@@ -131,7 +142,7 @@ def to_missing(mask: Any, like: Any) -> Any:
 def to_positions(times: Any, B: int, L: int, like: Any) -> Any:
     """Strictly increasing times, (L,) or (B, L), as sample positions from 0 to L - 1: a window's first time is 0 and
     its last L - 1. Numbers or datetime64."""
-    t = times.detach().cpu().numpy() if is_tensor(times) else np.asarray(times)
+    t = np.asarray(to_numpy(times))
     if t.dtype.kind == "M":
         t = (t - t.reshape(-1)[0]).astype("timedelta64[ns]").astype(np.int64)
     t = to_array(t, "times").astype(np.float64)

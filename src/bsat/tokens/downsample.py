@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spline import is_tensor
 from .contract import Tokenizer, Tokens, complete
-from .door import check_whole
+from .door import check_whole, to_numpy
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +51,7 @@ class DownsampleTokenizer(Tokenizer):
         """Straight lines between the samples; the first value holds before it."""
         values = tokens.values[..., 0]
         keep = tokens.positions[0] if values.ndim == 2 else tokens.positions[0, :, 0]
-        keep = np.asarray(keep.cpu() if is_tensor(keep) else keep, np.float64)
+        keep = np.asarray(to_numpy(keep), np.float64)
         at = np.linspace(0, tokens.length - 1, tokens.length if length is None else length)
         right = np.clip(np.searchsorted(keep, at), 1, len(keep) - 1)
         share = np.clip((at - keep[right - 1]) / (keep[right] - keep[right - 1]), 0, 1)
