@@ -65,7 +65,7 @@ def tokenize(
     if plot is not None:
         check_format(plot)
     if out is not None:
-        check_output(out)
+        check_output(out, file)
     tokenizer = BSplineTokenizer(
         tokens, degree, clip_factor=to_clip_factor(clip_factor), placement=placement, feature=feature, recency=recency
     )
@@ -76,12 +76,18 @@ def tokenize(
             f"column {name!r} of {file.name} must have no missing values; row {int(missing.argmax()) + 1} is empty "
             f"({int(missing.sum())} in all). Pass --fit-gaps to fit around them."
         )
-    whole = series[~missing]
+    if missing.any() and (diagnose or clip_factor == "auto"):
+        raise ValueError(
+            f"--diagnose and --clip-factor auto need a series without missing values; column {name!r} of {file.name} "
+            f"has {int(missing.sum())}. Fill them first."
+        )
     if tokenizer.clip_factor == "auto":
-        tokenizer.fit(whole, lookback=lookback)
+        tokenizer.fit(series, lookback=lookback)
         print(f"clip factor {tokenizer.clip_factor_:.2f} (grid search)")
     stride = lookback if stride is None else stride
     result = tokenizer.transform_series(series, lookback, stride, mask=missing if missing.any() else None)
+    if not -len(result) <= window < len(result):
+        raise ValueError(f"--window must lie between {-len(result)} and {len(result) - 1}; got {window}.")
     starts = np.arange(len(result)) * stride
     print(
         f"{len(result):,} windows of {lookback} samples of {name!r} ({len(series):,} samples) as {tokens} tokens each; "
@@ -91,15 +97,13 @@ def tokenize(
         write_tokens(result, starts, out)
         print(f"wrote {out}")
     if plot is not None:
-        if not -len(result) <= window < len(result):
-            raise ValueError(f"--window must lie between {-len(result)} and {len(result) - 1}; got {window}.")
         start = int(starts[window])
         part = slice(start, start + lookback)
         title = f"{name}, samples {start:,} to {start + lookback - 1:,}"
         tokenizer.plot(series[part], plot, mask=missing[part], title=title)
         print(f"drew {plot}")
     if diagnose:
-        tokenizer.diagnose(whole, lookback)
+        tokenizer.diagnose(series, lookback)
 
 
 @app.command()
@@ -149,8 +153,10 @@ def to_clip_factor(text: str) -> float | str:
         raise ValueError(f'--clip-factor must be a positive number, "inf" or "auto"; got {text!r}.') from None
 
 
-def check_output(path: Path) -> None:
+def check_output(path: Path, source: Path) -> None:
     """Before any work: can the table be written there?"""
+    if path.resolve() == source.resolve():
+        raise ValueError(f"--out must not be the file that is read; got {path}. Choose another name.")
     if path.suffix.lower() not in (".parquet", ".csv"):
         raise ValueError(f"--out must end in .parquet or .csv; got {path.name!r}. Rename it.")
     if not path.parent.is_dir():

@@ -8,7 +8,7 @@ import pytest
 import scipy.interpolate
 import torch
 
-from bsat.spline import SplineSpec, autograd, cpu, reference
+from bsat.spline import SplineSpec, _kernels, autograd, cpu, reference
 from conftest import SIGNALS, L, make_signals
 
 DEGREES = range(1, 7)
@@ -161,6 +161,21 @@ def test_a_series_shares_its_derivatives_exactly(degree, feature):
     windows = np.stack([series[s : s + L] for s in starts])
     for a, b in zip(cpu.tokenize_series(series, starts, L, spec), cpu.tokenize(windows, spec), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_knots_repeated_too_often_count_as_singular():
+    """The tokenizer never places such knots; a NaN must still not pass for a good fit."""
+    knots = np.array([[0, 0, 0, 0, 10, 20, 30, 30, 30, 30, 30]], float)
+    y = np.random.default_rng(0).normal(size=(1, 31))
+    assert reference.fit(y, knots, 3).fallback[0]
+    assert cpu.fit(y, knots, 3).fallback[0]
+
+
+def test_power_sums():
+    for count in (0, 1, 2, 7, 50):
+        v = np.arange(count) - (count - 1) / 2
+        want = [(v ** (2 * k)).sum() for k in range(7)]
+        np.testing.assert_allclose(_kernels.power_sums(50, 6)[count], want, rtol=1e-12)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e200])

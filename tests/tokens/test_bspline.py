@@ -1,6 +1,7 @@
 """BSplineTokenizer beyond the contract: invariances, gaps, options, errors."""
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -56,6 +57,84 @@ def test_threads_from_the_environment(monkeypatch):
     monkeypatch.setenv("BSAT_THREADS", "two")
     with pytest.raises(ValueError, match="BSAT_THREADS must be a whole number of at least 1; got 'two'"):
         BSplineTokenizer(24).transform(many)
+
+
+class TestExtremes:
+    """Numbers and types that once slipped through."""
+
+    @pytest.mark.parametrize("degree", range(1, 7))
+    @pytest.mark.parametrize("scale", [1e149, 1e-100, 1e-280, 1e-300, 5e-324])
+    def test_huge_and_tiny_samples(self, degree, scale):
+        y = scale * np.random.default_rng(0).integers(-9, 10, (20, L)).astype(float)
+        if scale == 1e149:
+            y /= 9
+        tokens = BSplineTokenizer(24, degree).transform(y)
+        for name in ("coefficients", "centers", "knots"):
+            assert np.isfinite(getattr(tokens, name)).all()
+        assert not tokens.fallback.any()
+        assert (np.abs(tokens.coefficients) <= 40 * np.abs(y).max()).all()
+
+    def test_small_integer_types(self):
+        many = np.random.default_rng(0).normal(size=(2, 720))
+        want = BSplineTokenizer(254).transform(many)
+        np.testing.assert_array_equal(BSplineTokenizer(np.uint8(254)).transform(many).knots, want.knots)
+        series = many.reshape(-1)
+        got = BSplineTokenizer(24).transform_series(series, np.uint8(200), np.int8(100))
+        np.testing.assert_array_equal(got.knots, BSplineTokenizer(24).transform_series(series, 200, 100).knots)
+
+    def test_other_byte_order_and_read_only(self):
+        want = BSplineTokenizer(24).transform(WINDOWS)
+        swapped = WINDOWS.astype(">f8")
+        frozen = WINDOWS.copy()
+        frozen.setflags(write=False)
+        for y in (swapped, frozen, np.asfortranarray(WINDOWS), WINDOWS[:, ::-1][:, ::-1]):
+            np.testing.assert_array_equal(BSplineTokenizer(24).transform(y).coefficients, want.coefficients)
+
+    @pytest.mark.parametrize(("n", "degree", "length"), [(3, 1, 4), (8, 6, 9), (4, 2, 5)])
+    def test_smallest_windows(self, n, degree, length):
+        y = np.random.default_rng(0).normal(size=(5, length))
+        tok = BSplineTokenizer(n, degree)
+        tokens = tok.transform(y)
+        want = reference.tokenize(y, tok.spec)
+        np.testing.assert_allclose(tokens.knots, want.knots, atol=1e-9)
+        np.testing.assert_allclose(tokens.coefficients, want.coefficients, atol=1e-8 * np.abs(want.coefficients).max())
+
+    def test_long_windows(self):
+        y = np.random.default_rng(0).normal(size=(1, 20_000)).cumsum(1)
+        tok = BSplineTokenizer(200)
+        error = tok.inverse_transform(tok.transform(y)) - y
+        assert error.std() < 0.2 * y.std()
+
+    def test_index_of_a_nan_counts_channels(self):
+        cube = np.zeros((4, L, 3))
+        cube[1, 7, 2] = np.nan
+        with pytest.raises(ValueError, match=r"index \(1, 7, 2\)"):
+            BSplineTokenizer(24).transform(cube)
+        gaps = np.zeros(cube.shape, bool)
+        gaps[2, 10:, 1] = True
+        with pytest.raises(ValueError, match="window 2, channel 1, has 10"):
+            BSplineTokenizer(24).transform(np.zeros((4, L, 3)), mask=gaps)
+
+    def test_series_names_the_window_with_too_few_samples(self):
+        gaps = np.zeros(3000, bool)
+        gaps[1500 : 1500 + 230] = True
+        with pytest.raises(ValueError, match=r"window 1490 has 10 "):
+            BSplineTokenizer(24).transform_series(np.zeros(3000), L, mask=gaps)
+
+    @pytest.mark.parametrize(
+        ("threads", "error"), [(0, ValueError), (-1, ValueError), (2.5, TypeError), ("2", TypeError)]
+    )
+    def test_threads(self, threads, error):
+        with pytest.raises(error, match="`threads` must be"):
+            BSplineTokenizer(24).transform(WINDOWS, threads=threads)
+        with pytest.raises(error, match="`threads` must be"):
+            BSplineTokenizer(24).transform_series(WINDOWS[0], 100, threads=threads)
+
+    def test_float32_series_equals_its_windows(self):
+        series = make_signals(700, 1)["transformer"][0].astype(np.float32)
+        windows = np.stack([series[s : s + L] for s in range(0, 700 - L + 1)])
+        a, b = BSplineTokenizer(24).transform_series(series, L), BSplineTokenizer(24).transform(windows)
+        np.testing.assert_array_equal(a.values, b.values)
 
 
 class TestGaps:
@@ -114,7 +193,17 @@ class TestGaps:
         index = np.arange(L)
         want = self.tok.transform(WINDOWS)
         stamps = np.datetime64("2026-01-01") + index * np.timedelta64(15, "m")
-        for times in (index, index * 900.0 + 1e6, stamps, torch.tensor(index), np.tile(index, (3, 1))):
+        zoned = pd.date_range("2026-03-28", periods=L, freq="15min", tz="Europe/Berlin")  # over a change of the clocks
+        for times in (
+            index,
+            index * 900.0 + 1e6,
+            stamps,
+            stamps - stamps[0],
+            zoned,
+            list(zoned.to_pydatetime()),
+            torch.tensor(index),
+            np.tile(index, (3, 1)),
+        ):
             got = self.tok.transform(WINDOWS, times=times)
             np.testing.assert_allclose(got.knots, want.knots, atol=1e-6)
             np.testing.assert_allclose(got.coefficients, want.coefficients, rtol=1e-5)
@@ -171,6 +260,7 @@ class TestGaps:
                 r"`times` must increase strictly; got 239 at index \(0,\) followed by 238",
             ),
             ({"times": np.zeros(L)}, ValueError, "must increase strictly"),
+            ({"times": np.full(L, np.datetime64("NaT"))}, ValueError, r"got NaT at index \(0,\)"),
             ({"times": np.arange(L - 1)}, ValueError, r"`times` must have shape .*got \(239,\)"),
             ({"times": np.where(np.arange(L) == 3, np.nan, np.arange(L))}, ValueError, "`times` must be finite"),
         ],
@@ -222,8 +312,13 @@ class TestOptions:
             np.testing.assert_allclose(b.values.detach().numpy(), a.values, atol=1e-6)
 
     def test_half_precision_tensors(self):
-        tokens = BSplineTokenizer(24).transform(torch.tensor(WINDOWS).bfloat16())
-        assert tokens.coefficients.dtype == torch.bfloat16
+        """Too coarse for knots: the tokens come in float32."""
+        for half in (torch.tensor(WINDOWS).bfloat16(), torch.tensor(WINDOWS).half(), WINDOWS.astype(np.float16)):
+            tokens = BSplineTokenizer(24).transform(half)
+            assert str(tokens.knots.dtype).endswith("float32")
+            np.testing.assert_array_equal(
+                tokens.coefficients, BSplineTokenizer(24).transform(np.asarray(half.tolist(), np.float32)).coefficients
+            )
 
     def test_auto_clip_factor_is_the_papers_search(self):
         series = make_signals(1500, 1)["solar"][0]

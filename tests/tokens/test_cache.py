@@ -130,6 +130,18 @@ def test_two_processes_write_the_same_key(tmp_path):
     assert answers[0] == answers[1]
 
 
+def test_odd_caches(tmp_path):
+    tok = BSplineTokenizer(24)
+    for cache in ("", 1, []):
+        with pytest.raises(TypeError, match="`cache` must be a folder, a TokenCache or True"):
+            tok.transform_series(SERIES, L, 50, cache=cache)
+    with pytest.raises(ValueError, match="requires gradients"):
+        tok.transform_series(torch.tensor(SERIES, requires_grad=True), L, 50, cache=tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(FileExistsError):
+        tok.transform_series(SERIES, L, 50, cache=tmp_path / "file")
+
+
 def test_folder_and_clearing(tmp_path, monkeypatch):
     monkeypatch.setenv("BSAT_CACHE", str(tmp_path / "here"))
     assert module.default_folder() == tmp_path / "here"
@@ -137,7 +149,12 @@ def test_folder_and_clearing(tmp_path, monkeypatch):
     tok.transform_series(SERIES, L, 50, cache=True)
     keep = tmp_path / "here" / "notes.txt"
     keep.write_text("not ours")
-    (tmp_path / "here" / ".bsat-writing-killed").write_text("half")
+    leftover = tmp_path / "here" / ".bsat-writing-killed"
+    leftover.write_text("half")
+    assert TokenCache().clear()[0] == 1
+    assert leftover.exists()  # it may be a writer at work
+    os.utime(leftover, (0, 0))
+    tok.transform_series(SERIES, L, 50, cache=True)
     store = TokenCache()
     ((path, size),) = store.files()
     assert size == os.path.getsize(path)

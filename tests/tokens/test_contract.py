@@ -85,6 +85,9 @@ class TestTokenizer:
         tokens = tok.transform(WINDOWS)
         assert tok.inverse_transform(tokens).shape == (3, L)
         assert tok.inverse_transform(tokens, length=101).shape == (3, 101)
+        for length in (0, 2.5):
+            with pytest.raises((ValueError, TypeError), match="`length` must be"):
+                tok.inverse_transform(tokens, length=length)
         error = np.sqrt(((tok.inverse_transform(tokens) - WINDOWS) ** 2).mean())
         assert error < WINDOWS.std()
 
@@ -181,6 +184,13 @@ def test_patches_are_patchtsts():
     np.testing.assert_array_equal(bsat.PatchTokenizer(24).inverse_transform(tokens), window)
     with pytest.raises(ValueError, match=r"must divide the window's length = 240; got 50\. Use 40 or 48"):
         bsat.PatchTokenizer(50).transform(window)
+
+
+def test_tokens_of_another_tokenizer_are_refused():
+    patch, sample, spline = bsat.PatchTokenizer(24), bsat.DownsampleTokenizer(24), bsat.BSplineTokenizer(24)
+    for tok, other in ((patch, sample), (sample, patch), (sample, spline), (spline, sample), (patch, spline)):
+        with pytest.raises(TypeError, match="`tokens` must come from this tokenizer's transform"):
+            tok.inverse_transform(other.transform(WINDOWS))
 
 
 def test_downsampling_keeps_the_newest_sample():

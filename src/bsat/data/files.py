@@ -44,7 +44,19 @@ def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]
     import pandas as pd
 
     table = read_table(path)
-    numeric = [str(c) for c in table.columns if pd.api.types.is_numeric_dtype(table[c])]
+    if len(table.columns) == 1 and ";" in str(table.columns[0]):
+        raise ValueError(
+            f"{path.name} must be separated by commas; its first line is {str(table.columns[0])[:60]!r}. Convert it."
+        )
+
+    def holds_numbers(values: pd.Series) -> bool:
+        return (
+            pd.api.types.is_numeric_dtype(values)
+            and not pd.api.types.is_bool_dtype(values)
+            and bool(values.notna().any())
+        )
+
+    numeric = [str(c) for c in table.columns if holds_numbers(table[c])]
     if column is None:
         if "y" in numeric:
             column = "y"
@@ -60,8 +72,7 @@ def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]
             f"--column must name a column of {path.name}; got {column!r}. It has {', '.join(map(str, table.columns))}."
         )
     if column not in numeric:
-        bad = pd.to_numeric(table[column], errors="coerce").isna() & table[column].notna()
-        row = int(np.argmax(bad.to_numpy()))
+        row = int(np.argmax(pd.to_numeric(table[column], errors="coerce").isna().to_numpy()))
         raise ValueError(
             f"column {column!r} of {path.name} must hold numbers; row {row + 1} holds {table[column].iloc[row]!r}. "
             f"Numeric columns: {', '.join(numeric) or 'none'}."

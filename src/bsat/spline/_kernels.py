@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .spec import FEATURE_FLOOR, LARGEST, MAX_CONDITION, RIDGE, ROUNDING
+from .spec import FEATURE_FLOOR, LARGEST, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST
 
 # No "nnan"/"ninf": a NaN must come out as a NaN.
 _JIT: dict[str, Any] = {
@@ -184,7 +184,7 @@ def _quantiles(F, m, k_int, u, bucket):
     for j in range(k_int + 2):
         bucket[j] = 0
     for i in range(1, m):
-        bucket[min(int(F[i] * rate), k_int) + 1] = i
+        bucket[max(0, min(int(F[i] * rate), k_int)) + 1] = i
     i = 0
     for j in range(k_int):
         target = (j + 1) * step
@@ -231,7 +231,7 @@ def place_window(y, size, x, slope, regular, p, order, g, paper, gap, recency, t
         bend = 0.0
         for i in range(m):
             bend += abs(a[i])
-        adaptive = bend > ROUNDING * size
+        adaptive = bend > max(ROUNDING * size, SMALLEST * m)
         if adaptive:
             scale = m / bend
             for i in range(m):
@@ -286,9 +286,9 @@ def place_window(y, size, x, slope, regular, p, order, g, paper, gap, recency, t
 def power_sums(m: int, degree: int) -> np.ndarray:
     """Row c, column k: the sum of v^(2k) over c integers centred on 0 (half-integers where c is even), c <= m."""
     sums = np.zeros((m + 1, degree + 1))
-    for count in range(1, m + 1):
-        v = np.arange(count) - (count - 1) / 2
-        sums[count] = (v[:, None] ** (2 * np.arange(degree + 1))).sum(0)
+    sums[1:2, 0] = 1.0
+    for count in range(2, m + 1):
+        sums[count] = sums[count - 2] + 2 * ((count - 1) / 2) ** (2 * np.arange(degree + 1))
     return sums
 
 
@@ -624,7 +624,8 @@ def _solve_all(p, grams, rhs, n, count, exact, G, D, z, s, bounds, c, condition,
     for k in range(count):
         for i in range(n):
             c[k, i] = z[i, k]
-        singular = not (least[k] * MAX_CONDITION >= largest[k])
+        # A NaN among the coefficients (knots repeated more than p + 1 times) counts as singular too.
+        singular = not (least[k] * MAX_CONDITION >= largest[k]) or np.isnan(c[k, 0])
         kappa = norm[k] * inverse_norm[k]
         if np.isnan(grams[k, 0, 0]):
             kappa = np.nan
@@ -683,7 +684,7 @@ def kernel(p: int, regular: bool) -> Any:
                 yw, dw = series[start : start + m], slope[start : start + m]
                 tw, xw, gk, zk = t[w + k], x[0 if regular else w + k], grams[k], rhs[k]
                 size = _absolute_sum(yw)
-                if not size <= LARGEST:
+                if not size <= m * LARGEST:
                     # A NaN, an infinity, or too large: say so through the condition, and leave the rest alone.
                     _blank(tw, gk, zk, n)
                     continue

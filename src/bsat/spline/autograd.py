@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING, SplineFit, SplineSpec
+from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST, SplineFit, SplineSpec
 
 
 def place(y: Tensor, spec: SplineSpec, x: Tensor | None = None) -> Tensor:
@@ -26,7 +26,7 @@ def _place(y: Tensor, x: Tensor, spec: SplineSpec, regular: bool) -> Tensor:
     for _ in range(spec.order):
         dy = _gradient(dy, x)
     mean = dy.abs().mean(1, keepdim=True)
-    adaptive = (mean > ROUNDING * y.abs().mean(1, keepdim=True)) & (spec.order > 0)
+    adaptive = (mean > (ROUNDING * y.abs().mean(1, keepdim=True)).clamp(min=SMALLEST)) & (spec.order > 0)
     ones = torch.ones_like(y)
     if spec.order > 0:
         # The inner `where` keeps 0/0 out of the backward pass of windows that are not adaptive.

@@ -82,8 +82,8 @@ def tokenize_series(
     """The windows of m samples from each of ``starts`` of a (T,) series, without copying them. Where they overlap,
     they share the derivatives, bit for bit the same as each window's own. ``knots`` and ``coefficients`` may name
     float64 arrays to write to."""
-    series = _plain(series)
-    starts = _plain(starts, np.int64)
+    first, stop = int(starts.min()), int(starts.max()) + m
+    series, starts = _plain(series[first:stop]), _plain(starts - first, np.int64)
     slope = np.empty(0)
     # A window's end differs from the series' over `order` samples, which are worked out from 2 order + 1.
     if spec.order > 0 and len(starts) * m > len(series) and 2 * spec.order + 1 <= min(m, spec.n + spec.degree + 1):
@@ -158,9 +158,18 @@ def _empty(
     return SplineFit(t, c, np.empty(B), np.empty(B, bool))
 
 
-@cache
+_compiling = threading.Lock()
+
+
 def _kernel(degree: int, regular: bool) -> Any:
-    """The kernel, compiled: a word to the user if that takes a while, and never on two threads at once."""
+    """The kernel, compiled; never on two threads at once."""
+    with _compiling:
+        return _compile(degree, regular)
+
+
+@cache
+def _compile(degree: int, regular: bool) -> Any:
+    """With a word to the user if it takes a while."""
     kernel = _kernels.kernel(degree, regular)
     spec = SplineSpec(n=degree + 2, degree=degree, clip_factor=1.0)
     m = degree + 3

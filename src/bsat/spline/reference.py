@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING, SplineFit, SplineSpec
+from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST, SplineFit, SplineSpec
 
 
 def place(y: np.ndarray, spec: SplineSpec, x: np.ndarray | None = None) -> np.ndarray:
@@ -43,7 +43,7 @@ def feature_and_mass(y: np.ndarray, x: np.ndarray, spec: SplineSpec) -> tuple[np
     for _ in range(spec.order):
         dy = gradient(dy, x)
     mean = np.abs(dy).mean()
-    adaptive = spec.order > 0 and mean > ROUNDING * np.abs(y).mean()
+    adaptive = spec.order > 0 and mean > max(ROUNDING * np.abs(y).mean(), SMALLEST)
     phi = np.ones_like(y)  # the paper's 0/0 on a constant window: uniform knots
     if adaptive:
         phi = (np.abs(dy) / mean + FEATURE_FLOOR) ** (1 / spec.order)

@@ -40,6 +40,10 @@ LARGEST = 1e150
 """Samples beyond this would overflow a float64 when they are multiplied."""
 
 
+SMALLEST = 1e-290
+"""A mean |y^(p)| below this is no measurable derivative either: its inverse would overflow."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplineSpec:
     """All that shapes the knots and the fit of one window."""

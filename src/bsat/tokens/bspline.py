@@ -16,13 +16,13 @@ from .door import (
     check_choice,
     check_finite,
     check_number,
-    check_whole,
     to_array,
     to_missing,
     to_numpy,
     to_positions,
     to_rows,
     to_series,
+    to_whole,
 )
 
 if TYPE_CHECKING:
@@ -107,10 +107,10 @@ class BSplineTokenizer(Tokenizer):
         coefficients: str = "plain",
         detail: int = 0,
     ) -> None:
-        check_whole(degree, "degree", DEGREES[0])
+        degree = to_whole(degree, "degree", DEGREES[0])
         if degree not in DEGREES:
             raise ValueError(f"`degree` must lie between {DEGREES[0]} and {DEGREES[-1]}; got {degree}. Lower it.")
-        check_whole(n_tokens, "n_tokens", 1)
+        n_tokens = to_whole(n_tokens, "n_tokens", 1)
         if n_tokens <= degree + 1:
             raise ValueError(
                 f"`n_tokens` must be greater than degree + 1 = {degree + 1}; got {n_tokens}. "
@@ -133,7 +133,6 @@ class BSplineTokenizer(Tokenizer):
                     f"`max_coefficient` must be None with coefficients='asinh', which replaces clipping; "
                     f"got {max_coefficient}. Drop one of the two."
                 )
-        check_whole(detail, "detail", 0)
         self.n_tokens = n_tokens
         self.degree = degree
         self.clip_factor = clip_factor
@@ -142,7 +141,7 @@ class BSplineTokenizer(Tokenizer):
         self.recency = recency
         self.max_coefficient = max_coefficient
         self.coefficients = coefficients
-        self.detail = detail
+        self.detail = to_whole(detail, "detail", 0)
 
     # ------------------------------------------------------------------------------------------------------- fit
 
@@ -159,6 +158,7 @@ class BSplineTokenizer(Tokenizer):
         if lookback is None:
             rows = to_rows(X, "X").rows
         else:
+            lookback = to_whole(lookback, "lookback", 2)
             rows = to_rows(sliding(to_series(X, lookback, "X"), lookback, 100), "X").rows
         check_finite(rows, "X")
         self._check_length(rows.shape[1])
@@ -198,6 +198,17 @@ class BSplineTokenizer(Tokenizer):
                 f"got {self.n_tokens}. Lower `n_tokens` or lengthen the lookback."
             )
 
+    def _check_counts(self, counts: Any) -> None:
+        """Observed samples of each window (and channel)."""
+        counts = to_numpy(counts)
+        if counts.min() <= self.n_tokens:
+            worst = tuple(int(i) for i in np.unravel_index(counts.argmin(), counts.shape))
+            where = f"window {worst[0]}" + (f", channel {worst[1]}," if len(worst) > 1 else "")
+            raise ValueError(
+                f"every window must have more observed samples than n_tokens = {self.n_tokens}; {where} has "
+                f"{counts[worst]} (`mask` is True where a sample is missing). Lower `n_tokens` or drop the window."
+            )
+
     # ------------------------------------------------------------------------------------------------- transform
 
     def transform(
@@ -213,18 +224,19 @@ class BSplineTokenizer(Tokenizer):
                 spans from the first to the last of them.
             threads: how many; by default BSAT_THREADS or as many as there are processors.
         """
-        door = to_rows(windows)
+        samples = to_array(windows, "windows")
+        door = to_rows(samples)
         rows, L = door.rows, door.rows.shape[1]
         self._check_length(L)
-        missing = None
-        if mask is not None:
-            shape = windows if is_tensor(windows) or isinstance(windows, np.ndarray) else np.asarray(windows)
-            missing = to_missing(mask, shape)
-            missing = missing if missing.ndim == 2 else missing.swapaxes(1, 2).reshape(rows.shape)
-            missing = missing if bool(missing.any()) else None
+        threads = None if threads is None else to_whole(threads, "threads", 1)
+        missing = None if mask is None else to_missing(mask, samples)
         quick = _stays_on_cpu(rows)
         if missing is not None or not quick:
-            check_finite(rows, "windows", missing)
+            check_finite(samples, "windows", missing)
+        if missing is not None:
+            self._check_counts((~missing).sum(1))
+            missing = missing if missing.ndim == 2 else missing.swapaxes(1, 2).reshape(rows.shape)
+            missing = missing if bool(missing.any()) else None
         x = None
         if times is not None:
             x = to_positions(times, len(rows) // (door.channels or 1), L, rows)
@@ -233,7 +245,7 @@ class BSplineTokenizer(Tokenizer):
         arrays = [to_numpy(a) if quick else a for a in (rows, x, missing)]
         fit = self._fit_rows(*arrays, threads=threads)
         if quick and np.isnan(fit.condition).any():
-            check_finite(rows, "windows")  # the kernel met it on its way; this finds and names it
+            check_finite(samples, "windows")  # the kernel met it on its way; this finds and names it
         detail = self._details(fit.knots, *arrays) if self.detail else None
         results = (self._tame(fit.coefficients), centers(fit.knots, self.degree), fit.knots, fit.fallback, detail)
         fields = {
@@ -251,14 +263,7 @@ class BSplineTokenizer(Tokenizer):
 
         # Windows with equally many samples are fitted together, so that the backends need not know of gaps.
         observed = ~missing
-        counts = observed.sum(1)
-        counts = to_numpy(counts)
-        if counts.min() <= self.n_tokens:
-            worst = int(counts.argmin())
-            raise ValueError(
-                f"every window must have more observed samples than n_tokens = {self.n_tokens}; window {worst} has "
-                f"{counts[worst]} (`mask` is True where a sample is missing). Lower `n_tokens` or drop the window."
-            )
+        counts = to_numpy(observed.sum(1))
         regular = x is None
         if x is None:
             x = np.arange(rows.shape[1], dtype=np.float64)
@@ -308,13 +313,19 @@ class BSplineTokenizer(Tokenizer):
             cache: keep the tokens on disk and find them there again: a folder, a `TokenCache`, or True for the default
                 folder. Off by default, since computing is about as quick as reading (`benchmarks/tokenizer.py`).
         """
+        lookback, stride = to_whole(lookback, "lookback", 2), to_whole(stride, "stride", 1)
+        threads = None if threads is None else to_whole(threads, "threads", 1)
         series = to_series(series, lookback)
-        check_whole(stride, "stride", 1)
         self._check_length(lookback)
         missing = None if mask is None else to_missing(mask, series)
         check_finite(series, "series", missing)
+        if missing is not None:
+            seen = np.concatenate([np.zeros((1, *missing.shape[1:]), int), np.cumsum(~to_numpy(missing), 0)])
+            self._check_counts((seen[lookback:] - seen[:-lookback])[::stride])
         if cache is None or cache is False:
             return self._transform_series(series, lookback, stride, missing, threads)
+        if is_tensor(series) and series.requires_grad:
+            raise ValueError("`cache` must be None for a series that requires gradients, which no file can pass on.")
         store = as_cache(cache)
         settings = {
             **self.get_params(),
@@ -367,19 +378,16 @@ class BSplineTokenizer(Tokenizer):
                 fit = cpu.tokenize_series(values, starts[rows], lookback, self.spec, threads=threads, **direct)
                 c[:] = self._tame(fit.coefficients)
                 t[:] = fit.knots
-                np.add(t[:, :n], t[:, p + 1 :], out=mu[channel, rows])
+                mu[channel, rows] = centers(fit.knots, p)
                 fallback[channel, rows] = fit.fallback
                 if detail is not None:
                     detail[channel, rows] = self._details(fit.knots, windows[rows], None, None)
-        mu *= 0.5
-        door = Rows(array, None if array.ndim == 1 else C)
 
         def finish(a: np.ndarray | None) -> Any:
+            """(C, W), (C, W, n) or (C, W, n, k) -> (W[, C]), (W, n[, C]) or (W, n[, C], k)"""
             if a is None:
                 return None
-            # (C, W, k...) -> (W, k...[, C])
-            a = a[0] if door.channels is None else door.restore(np.moveaxis(a, 0, 1).reshape(W * C, *a.shape[2:]))
-            return _in_kind(a, series)
+            return _in_kind(a[0] if array.ndim == 1 else np.moveaxis(a, 0, min(a.ndim - 1, 2)), series)
 
         arrays = (coefficients, mu, knots, fallback, detail)
         fields = {name: finish(a) for name, a in zip(BSplineTokens.arrays, arrays, strict=True)}
@@ -392,8 +400,7 @@ class BSplineTokenizer(Tokenizer):
         """
         if not isinstance(tokens, BSplineTokens):
             raise TypeError(f"`tokens` must come from this tokenizer's transform; got {type(tokens).__name__}.")
-        check_whole(tokens.length if length is None else length, "length", 1)
-        at = np.linspace(0, tokens.length - 1, tokens.length if length is None else length)
+        at = np.linspace(0, tokens.length - 1, tokens.length if length is None else to_whole(length, "length", 1))
         c, knots = tokens.coefficients, tokens.knots
         if tokens.coefficient_kind == "asinh":
             c = c.sinh() if is_tensor(c) else np.sinh(c)
@@ -437,6 +444,8 @@ class BSplineTokenizer(Tokenizer):
         """How well this tokenizer takes to a series; prints a report and draws it into `plot`."""
         from .diagnose import diagnose
 
+        lookback = to_whole(lookback, "lookback", 2)
+        stride = None if stride is None else to_whole(stride, "stride", 1)
         series = to_series(series, lookback)
         if series.ndim != 1:
             raise ValueError(
@@ -444,8 +453,6 @@ class BSplineTokenizer(Tokenizer):
             )
         check_finite(series, "series")
         self._check_length(lookback)
-        if stride is not None:
-            check_whole(stride, "stride", 1)
         y = np.asarray(to_numpy(series), np.float64)
         result = diagnose(repr(self), self.spec, self.max_coefficient, y, lookback, stride)
         if not quiet:
@@ -459,7 +466,7 @@ class BSplineTokenizer(Tokenizer):
         from .pictures import check_format, draw_pipeline
 
         check_format(path)
-        y = np.asarray(to_array(window, "window"), np.float64)
+        y = np.asarray(to_numpy(to_array(window, "window")), np.float64)
         if y.ndim != 1:
             raise ValueError(f"`window` must have shape (L,); got {y.shape}. Draw one window at a time.")
         missing = np.zeros(y.shape, bool) if mask is None else to_missing(mask, y)
@@ -470,7 +477,8 @@ class BSplineTokenizer(Tokenizer):
         title = (
             title or f"{len(y)} samples as {self.n_tokens} tokens (degree {self.degree}, {self.placement} placement)"
         )
-        draw_pipeline(self.spec, x, y[~missing], fit.knots[0], fit.coefficients[0], path, title)
+        c = fit.coefficients[0] if self.coefficients == "asinh" else self._tame(fit.coefficients[0])
+        draw_pipeline(self.spec, x, y[~missing], fit.knots[0], c, path, title)
 
 
 def centers(knots: Any, degree: int) -> Any:

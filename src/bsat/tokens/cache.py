@@ -10,9 +10,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 import warnings
 import zlib
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -35,10 +37,19 @@ def default_folder() -> Path:
 
 
 def as_cache(cache: TokenCache | os.PathLike[str] | str | bool) -> TokenCache:
-    """What `transform_series` takes for a cache."""
-    if isinstance(cache, TokenCache):
-        return cache
-    return TokenCache(default_folder() if cache is True else Path(cache))  # type: ignore[arg-type]
+    """What `transform_series` takes for a cache, ready to be written to."""
+    if cache is True:
+        cache = default_folder()
+    if not isinstance(cache, TokenCache):
+        if not isinstance(cache, (str, os.PathLike)) or str(cache) == "":
+            raise TypeError(f"`cache` must be a folder, a TokenCache or True; got {cache!r}. Pass a path.")
+        cache = TokenCache(cache)
+    cache.folder.mkdir(parents=True, exist_ok=True)
+    if not os.access(cache.folder, os.W_OK):
+        raise PermissionError(
+            f"`cache` must be a folder that can be written to; {cache.folder} is not. Choose another."
+        )
+    return cache
 
 
 class TokenCache:
@@ -53,10 +64,10 @@ class TokenCache:
     def load(self, key: str) -> dict[str, np.ndarray] | None:
         """The arrays stored under a key; None, and a warning, if the file is damaged."""
         path = self.folder / (key + SUFFIX)
-        if not path.exists():
-            return None
         try:
             return _read(path)
+        except FileNotFoundError:
+            return None
         except (OSError, ValueError) as error:
             warnings.warn(f"{path} is damaged ({error}); computing its tokens again.", RuntimeWarning, stacklevel=4)
             return None
@@ -74,16 +85,21 @@ class TokenCache:
         """The token files and their sizes in bytes."""
         if self.folder.is_dir():
             for path in sorted(self.folder.glob(f"*{SUFFIX}")):
-                yield path, path.stat().st_size
+                with suppress(FileNotFoundError):  # another process may be clearing
+                    yield path, path.stat().st_size
 
     def clear(self) -> tuple[int, int]:
-        """Delete the token files, and what a killed writer left; returns how many, and how many bytes."""
-        count = size = 0
-        leftovers = [(p, p.stat().st_size) for p in self.folder.glob(LEFTOVERS)] if self.folder.is_dir() else []
-        for path, length in [*self.files(), *leftovers]:
+        """Delete the token files, and what a killed writer left an hour ago or more; returns how many, and how many
+        bytes."""
+        doomed = list(self.files())
+        for path in self.folder.glob(LEFTOVERS) if self.folder.is_dir() else ():
+            with suppress(FileNotFoundError):
+                status = path.stat()
+                if time.time() - status.st_mtime > 3600:  # a younger one may be someone's work
+                    doomed.append((path, status.st_size))
+        for path, _ in doomed:
             path.unlink(missing_ok=True)
-            count, size = count + 1, size + length
-        return count, size
+        return len(doomed), sum(size for _, size in doomed)
 
 
 def make_key(settings: dict[str, Any], *data: Any) -> str:

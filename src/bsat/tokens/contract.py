@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from ..spline import is_tensor
-from .door import check_finite, check_whole, to_array, to_numpy, to_rows, to_series
+from .door import check_finite, to_array, to_numpy, to_rows, to_series, to_whole
 
 
 class Tokens:
@@ -33,7 +33,7 @@ class Tokens:
     """(B, n[, C], f): what the embedding sees"""
 
     positions: Any
-    """(B, n[, C]): where the tokens are, in samples from 0 to L - 1"""
+    """(B, n[, C]): where the tokens are, in samples; 0 is the oldest and L - 1 the newest"""
 
     def __len__(self) -> int:
         return len(getattr(self, self.arrays[0]))
@@ -50,13 +50,18 @@ class Tokens:
         return type(self)(**fields)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        table = to_numpy(self.values).reshape(len(self), -1)
+        table = to_numpy(self.values).reshape(self.shape)
         return table.astype(dtype or table.dtype, copy=bool(copy))
 
     @property
     def shape(self) -> tuple[int, int]:
         """Of the table that numpy sees."""
         return len(self), int(np.prod(self.values.shape[1:]))
+
+    @property
+    def ndim(self) -> int:
+        """Of the table that numpy sees."""
+        return 2
 
 
 class Tokenizer(ABC):
@@ -75,7 +80,7 @@ class Tokenizer(ABC):
     def fit(self, X: Any, y: Any = None, *, lookback: int | None = None) -> Self:
         """Nothing to learn; checks what it is given. X is (B, L) windows, or a series if `lookback` is given."""
         if lookback is not None:
-            check_finite(to_series(X, lookback), "X")
+            check_finite(to_series(X, to_whole(lookback, "lookback", 2), "X"), "X")
         else:
             check_finite(to_rows(X, "X").rows, "X")
         return self
@@ -86,9 +91,8 @@ class Tokenizer(ABC):
 
     def transform_series(self, series: Any, lookback: int = 720, stride: int = 1) -> Tokens:
         """Tokens of all windows of `lookback` samples of a (T,) or (T, C) series, `stride` apart."""
-        series = to_series(series, lookback)
-        check_whole(stride, "stride", 1)
-        return self.transform(sliding(series, lookback, stride))
+        lookback, stride = to_whole(lookback, "lookback", 2), to_whole(stride, "stride", 1)
+        return self.transform(sliding(to_series(series, lookback), lookback, stride))
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -145,5 +149,6 @@ def complete(windows: Any, times: Any, mask: Any, who: str) -> Any:
                 f"Fill the gaps first, or use BSplineTokenizer, which fits what was observed."
             )
     a = to_array(windows, "windows")
-    check_finite(to_rows(a).rows, "windows")
+    to_rows(a)
+    check_finite(a, "windows", way="Fill the gaps first, or use BSplineTokenizer with a mask.")
     return a

@@ -21,7 +21,7 @@ WINDOWS = 2000
 WORST = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Diagnosis:
     """Rates are shares of windows. RMSE is over all samples of all windows, in the unit of the series."""
 
@@ -132,8 +132,11 @@ def diagnose(
     windows = np.ascontiguousarray(sliding(y, lookback, stride))
     at = np.arange(lookback, dtype=np.float64)
 
+    limit = np.inf if max_coefficient is None else max_coefficient
+
     def error_of(fit: SplineFit) -> np.ndarray:
-        return _rmse(cpu.evaluate(fit.knots, fit.coefficients, spec.degree, at) - windows)
+        kept = np.clip(fit.coefficients, -limit, limit)
+        return _rmse(cpu.evaluate(fit.knots, kept, spec.degree, at) - windows)
 
     fit = cpu.tokenize(windows, spec, exact_condition=True)
     error = error_of(fit)
@@ -152,7 +155,7 @@ def diagnose(
         lookback=int(lookback),
         stride=int(stride),
         fallback_rate=float(fit.fallback.mean()),
-        clip_rate=0.0 if max_coefficient is None else float((largest > max_coefficient).mean()),
+        clip_rate=float((largest > limit).mean()),
         condition=quantiles,
         coefficient_ratio=float(ratio.max()),
         rmse=_overall(error),

@@ -38,11 +38,13 @@ class Rows:
 
 
 def to_array(a: Any, name: str) -> Any:
-    """A real numeric numpy array or torch tensor, floating point; integers become float64."""
+    """A real numeric numpy array or torch tensor in float32 or float64; integers become float64."""
     if is_tensor(a):
         if a.is_complex() or str(a.dtype) == "torch.bool":
             raise TypeError(f"`{name}` must hold real numbers; got {a.dtype}. Convert it first, e.g. with .float().")
-        return a if a.is_floating_point() else a.double()
+        if not a.is_floating_point():
+            return a.double()
+        return a.float() if a.element_size() < 4 else a  # half precision cannot tell the knots of a window apart
     if isinstance(a, np.ma.MaskedArray) and np.ma.getmaskarray(a).any():
         raise TypeError(
             f"`{name}` must be a plain array; got a masked array with masked entries. "
@@ -55,18 +57,13 @@ def to_array(a: Any, name: str) -> Any:
         raise TypeError(
             f"`{name}` must hold real numbers; got dtype {array.dtype}. Convert it first, e.g. with .astype(float)."
         )
-    return array if array.dtype.itemsize in (4, 8) else array.astype(np.float32 if array.dtype.itemsize < 4 else float)
+    wanted = np.float32 if array.dtype.itemsize <= 4 else np.float64
+    return array.astype(wanted, copy=False)  # also from half and long precision, and from another byte order
 
 
 def to_numpy(a: Any) -> Any:
-    """A tensor as an array, sharing its memory if it is on the CPU; half precision, which numpy lacks in part, as
-    float32. Anything else as it is."""
-    if not is_tensor(a):
-        return a
-    import torch
-
-    a = a.detach().cpu()
-    return (a.float() if a.dtype in (torch.float16, torch.bfloat16) else a).numpy()
+    """A tensor as an array, sharing its memory if it is on the CPU; anything else as it is."""
+    return a.detach().cpu().numpy() if is_tensor(a) else a
 
 
 def to_rows(windows: Any, name: str = "windows") -> Rows:
@@ -84,9 +81,8 @@ def to_rows(windows: Any, name: str = "windows") -> Rows:
     return Rows(a.swapaxes(1, 2).reshape(B * C, L), C)
 
 
-def to_series(series: Any, lookback: Any, name: str = "series") -> Any:
+def to_series(series: Any, lookback: int, name: str = "series") -> Any:
     """Check a (T,) or (T, C) series that is to be cut into windows."""
-    check_whole(lookback, "lookback", 2)
     a = to_array(series, name)
     if a.ndim not in (1, 2) or 0 in a.shape:
         raise ValueError(
@@ -100,8 +96,8 @@ def to_series(series: Any, lookback: Any, name: str = "series") -> Any:
     return a
 
 
-def check_finite(a: Any, name: str, missing: Any = None) -> None:
-    """No NaN, no infinity and no number beyond LARGEST outside of `missing`."""
+def check_finite(a: Any, name: str, missing: Any = None, way: str | None = None) -> None:
+    """No NaN, no infinity and no number beyond LARGEST outside of `missing`; `way` is the way out."""
     a = a.detach() if is_tensor(a) else a
     if missing is not None:
         a = a.masked_fill(missing, 0.0) if is_tensor(a) else np.where(missing, 0.0, a)
@@ -115,8 +111,8 @@ def check_finite(a: Any, name: str, missing: Any = None) -> None:
     marked = "samples that `mask` does not mark as missing" if missing is not None else "all samples"
     raise ValueError(
         f"`{name}` must be finite in {marked}; got {array[where]} at index {where} "
-        f"({np.count_nonzero(~np.isfinite(array))} in all). Mark missing samples with mask=np.isnan({name}): True is "
-        f"missing."
+        f"({np.count_nonzero(~np.isfinite(array))} in all). "
+        + (way or f"Mark missing samples with mask=~np.isfinite({name}): True is missing.")
     )
 
 
@@ -143,8 +139,17 @@ def to_positions(times: Any, B: int, L: int, like: Any) -> Any:
     """Strictly increasing times, (L,) or (B, L), as sample positions from 0 to L - 1: a window's first time is 0 and
     its last L - 1. Numbers or datetime64."""
     t = np.asarray(to_numpy(times))
-    if t.dtype.kind == "M":
-        t = (t - t.reshape(-1)[0]).astype("timedelta64[ns]").astype(np.int64)
+    if t.dtype.kind == "O":  # datetime objects, and stamps with a time zone
+        import pandas as pd
+
+        flat = pd.to_datetime(pd.Series(t.reshape(-1)), utc=True)
+        t = flat.dt.tz_localize(None).to_numpy().reshape(t.shape)
+    if t.dtype.kind in "Mm":
+        if np.isnat(t).any():
+            raise ValueError(
+                f"`times` must be complete; got NaT at index {tuple(map(int, np.argwhere(np.isnat(t))[0]))}."
+            )
+        t = (t - t.reshape(-1)[0]).astype(np.int64)
     t = to_array(t, "times").astype(np.float64)
     if t.shape not in ((L,), (B, L)):
         raise ValueError(f"`times` must have shape (L,) = ({L},) or (B, L) = ({B}, {L}); got {t.shape}. Reshape it.")
@@ -170,12 +175,13 @@ def to_positions(times: Any, B: int, L: int, like: Any) -> Any:
     return x
 
 
-def check_whole(value: Any, name: str, least: int) -> None:
-    """An integer of at least `least`, and no boolean."""
+def to_whole(value: Any, name: str, least: int) -> int:
+    """A Python integer of at least `least`; a boolean is none."""
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"`{name}` must be a whole number; got {value!r} of type {type(value).__name__}. Pass an int.")
     if value < least:
         raise ValueError(f"`{name}` must be at least {least}; got {value}. Raise it.")
+    return int(value)
 
 
 def check_number(value: Any, name: str, *, finite: bool = True) -> None:

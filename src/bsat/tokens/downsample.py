@@ -9,7 +9,7 @@ import numpy as np
 
 from ..spline import is_tensor
 from .contract import Tokenizer, Tokens, complete
-from .door import check_whole, to_numpy
+from .door import to_numpy, to_whole
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,8 +31,7 @@ class DownsampleTokenizer(Tokenizer):
     """
 
     def __init__(self, n_tokens: int = 45) -> None:
-        check_whole(n_tokens, "n_tokens", 2)
-        self.n_tokens = n_tokens
+        self.n_tokens = to_whole(n_tokens, "n_tokens", 2)
 
     def transform(self, windows: Any, *, times: Any = None, mask: Any = None) -> UniformTokens:
         """Values (B, n[, C], 1): the samples."""
@@ -49,16 +48,25 @@ class DownsampleTokenizer(Tokenizer):
 
     def inverse_transform(self, tokens: UniformTokens, length: int | None = None) -> Any:  # type: ignore[override]
         """Straight lines between the samples; the first value holds before it."""
+        at = even_points(tokens, 1, length)
         values = tokens.values[..., 0]
         keep = tokens.positions[0] if values.ndim == 2 else tokens.positions[0, :, 0]
         keep = np.asarray(to_numpy(keep), np.float64)
-        at = np.linspace(0, tokens.length - 1, tokens.length if length is None else length)
         right = np.clip(np.searchsorted(keep, at), 1, len(keep) - 1)
         share = np.clip((at - keep[right - 1]) / (keep[right] - keep[right - 1]), 0, 1)
         if is_tensor(values):
             share = values.new_tensor(share)
         share = share[:, None] if values.ndim == 3 else share
         return values[:, right - 1] * (1 - share) + values[:, right] * share
+
+
+def even_points(tokens: Any, width: int, length: int | None) -> np.ndarray:
+    """Where `inverse_transform` is asked for the window: `length` points from 0 to L - 1. Checks that the tokens are of
+    the right kind, `width` values each."""
+    if not isinstance(tokens, UniformTokens) or tokens.values.shape[-1] != width:
+        raise TypeError(f"`tokens` must come from this tokenizer's transform; got other {type(tokens).__name__}.")
+    count = tokens.length if length is None else to_whole(length, "length", 1)
+    return np.linspace(0, tokens.length - 1, count)
 
 
 def same_positions(at: np.ndarray, like: Any) -> Any:

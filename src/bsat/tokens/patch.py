@@ -8,20 +8,20 @@ import numpy as np
 
 from ..spline import is_tensor
 from .contract import Tokenizer, complete
-from .door import check_whole
-from .downsample import UniformTokens, same_positions
+from .door import to_whole
+from .downsample import UniformTokens, even_points, same_positions
 
 
 class PatchTokenizer(Tokenizer):
     """n patches with stride L / n and length 2 L / n.
 
     The paper gives stride 720 / T and patch length 2 x stride, which makes T - 1 patches; like PatchTST we repeat the
-    last value for one stride at the end, which makes T. A token's position is the middle of its patch.
+    last value for one stride at the end, which makes T. A token's
+    position is the middle of its patch, padding included.
     """
 
     def __init__(self, n_tokens: int = 45) -> None:
-        check_whole(n_tokens, "n_tokens", 1)
-        self.n_tokens = n_tokens
+        self.n_tokens = to_whole(n_tokens, "n_tokens", 1)
 
     def transform(self, windows: Any, *, times: Any = None, mask: Any = None) -> UniformTokens:
         """Values (B, n[, C], 2 L / n): the samples of each patch."""
@@ -36,13 +36,14 @@ class PatchTokenizer(Tokenizer):
             )
         stride = L // n
         if is_tensor(a):
-            values = _pad(a, stride).unfold(1, 2 * stride, stride)
+            values = _pad(a, stride).unfold(1, 2 * stride, stride).contiguous()
         else:
             values = np.lib.stride_tricks.sliding_window_view(_pad(a, stride), 2 * stride, axis=1)[:, ::stride]
         return UniformTokens(values, same_positions(np.arange(n) * stride + stride - 0.5, values[..., 0]), L)
 
     def inverse_transform(self, tokens: UniformTokens, length: int | None = None) -> Any:  # type: ignore[override]
         """The window itself, from the first half of each patch, or straight lines between its samples."""
+        at = even_points(tokens, 2 * (getattr(tokens, "length", 0) // self.n_tokens), length)
         values, L = tokens.values, tokens.length
         first = values[..., : values.shape[-1] // 2]  # (B, n[, C], stride)
         if is_tensor(first):
@@ -51,7 +52,6 @@ class PatchTokenizer(Tokenizer):
             window = np.moveaxis(first, -1, 2).reshape(len(first), L, *first.shape[2:-1])
         if length is None or length == L:
             return window
-        at = np.linspace(0, L - 1, length)
         left = np.minimum(at.astype(int), max(L - 2, 0))
         share = (at - left).reshape(-1, *[1] * (window.ndim - 2))
         if is_tensor(window):
