@@ -178,6 +178,20 @@ class TestGaps:
         np.testing.assert_allclose(curve[0, :7], curve[0, 7])  # before the first sample: its end value
         assert tokens.knots.min() == 7.0
 
+    @pytest.mark.parametrize("degree", [1, 2, 3])
+    @pytest.mark.parametrize("gap", [10, 40, 150])
+    def test_long_gaps_are_safe_up_to_degree_3(self, degree, gap):
+        """No fallback and no wild coefficients, though nothing is known about a large part of the window."""
+        noise = np.random.default_rng(8).normal(size=(200, L))
+        missing = np.zeros(noise.shape, bool)
+        missing[:, 40 : 40 + gap] = True
+        for n in (20, 40):
+            tokens = BSplineTokenizer(n, degree).transform(noise, mask=missing)
+            assert not tokens.fallback.any()
+            assert np.abs(tokens.coefficients).max() < 60 * np.abs(noise).max()
+            t = tokens.knots
+            assert not ((t > 39 + 1e-9) & (t < 40 + gap - 1e-9)).any()  # no knot where nothing was observed
+
     def test_times(self):
         smooth = lambda t: np.sin(t / 20.0)  # noqa: E731
         rng = np.random.default_rng(2)

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from .spec import FEATURE_FLOOR, LARGEST, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST
+from .spec import FEATURE_FLOOR, LARGEST, LONG, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST
 
 # No "nnan"/"ninf": a NaN must come out as a NaN.
 _JIT: dict[str, Any] = {
@@ -277,6 +277,12 @@ def place_window(y, size, x, slope, regular, p, order, g, paper, gap, recency, t
         for j in range(k_int - 1, -1, -1):
             low = min(low, u[j] - gap * j)
             u[j] = min(max(0.5 * (a[j] + low), end), top) + gap * j
+        if not regular:
+            long = LONG * length / (m - 1)
+            for j in range(k_int):
+                i = min(int(u[j]), m - 2)
+                if x[i + 1] - x[i] > long:
+                    u[j] = np.floor(u[j] + 0.5)
         _to_positions(u, x, regular, False, m)
 
 

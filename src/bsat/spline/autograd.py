@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST, SplineFit, SplineSpec
+from .spec import FEATURE_FLOOR, LONG, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST, SplineFit, SplineSpec
 
 
 def place(y: Tensor, spec: SplineSpec, x: Tensor | None = None) -> Tensor:
@@ -56,6 +56,8 @@ def _place(y: Tensor, x: Tensor, spec: SplineSpec, regular: bool) -> Tensor:
             interior = u
         else:
             i = u.detach().long().clamp(0, m - 2)
+            inside = x.diff(dim=1).gather(1, i) > LONG * (x[:, -1:] - x[:, :1]) / (m - 1)
+            u = torch.where(inside, (u.detach() + 0.5).floor(), u)
             interior = torch.lerp(x.gather(1, i), x.gather(1, i + 1), u - i)
     start, stop = x[:, :1].expand(-1, p + 1), x[:, -1:].expand(-1, p + 1)
     return torch.cat([start, interior, stop], 1)

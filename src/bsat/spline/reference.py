@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from .spec import FEATURE_FLOOR, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST, SplineFit, SplineSpec
+from .spec import FEATURE_FLOOR, LONG, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST, SplineFit, SplineSpec
 
 
 def place(y: np.ndarray, spec: SplineSpec, x: np.ndarray | None = None) -> np.ndarray:
@@ -31,7 +31,8 @@ def _place(y: np.ndarray, x: np.ndarray, spec: SplineSpec) -> np.ndarray:
     else:
         index = np.arange(len(y), dtype=float)
         u = spread(np.interp(q, F, index), (p + 1) / 2, spec.spacing(len(y)), len(y))
-        interior = np.interp(u, index, x)
+        inside = np.diff(x)[u.astype(int)] > LONG * (x[-1] - x[0]) / (len(x) - 1)
+        interior = np.interp(np.where(inside, np.floor(u + 0.5), u), index, x)
     return np.concatenate([np.full(p + 1, x[0]), interior, np.full(p + 1, x[-1])])
 
 

@@ -44,6 +44,11 @@ SMALLEST = 1e-290
 """A mean |y^(p)| below this is no measurable derivative either: its inverse would overflow."""
 
 
+LONG = 4.0
+"""An interval between samples is long if it exceeds LONG times the mean. The safe placement puts no knot inside one,
+but on the nearer sample: a basis function that peaks where nothing was observed hangs on next to nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class SplineSpec:
     """All that shapes the knots and the fit of one window."""
