@@ -32,7 +32,7 @@ _JIT: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
 }
 
-LANES = 16
+LANES = 32
 """Windows whose banded systems are solved side by side: a single one would spend its time waiting for divisions."""
 
 SPANS = 64
@@ -366,9 +366,9 @@ def _spans(p, regular, x, t, m, spans, j0, count, first, center, filled):
 def _sample_moments(p, y, low, high, center, Y, j):
     """Y[r, j] = sum of y v^r over the samples low ... high - 1 of a regular grid, with v = x - center."""
     m0 = m1 = m2 = m3 = m4 = m5 = m6 = 0.0
-    v = low - center
-    for i in range(low, high):
-        w = y[i]
+    part, offset = y[low:high], low - center
+    for i in range(len(part)):
+        v, w = offset + i, part[i]
         m0 += w
         w *= v
         m1 += w
@@ -387,7 +387,6 @@ def _sample_moments(p, y, low, high, center, Y, j):
         if p >= 6:
             w *= v
             m6 += w
-        v += 1.0
     Y[0, j], Y[1, j] = m0, m1
     if p >= 2:
         Y[2, j] = m2

@@ -484,7 +484,8 @@ class BSplineTokenizer(Tokenizer):
 def centers(knots: Any, degree: int) -> Any:
     """mu_i = (tau_i + tau_{i+p+1}) / 2 (Algorithm 2; per channel, since the knots are)."""
     n = knots.shape[1] - degree - 1
-    return (knots[:, :n] + knots[:, degree + 1 :]) / 2
+    mu = knots[:, :n] + knots[:, degree + 1 :]
+    return mu / 2 if is_tensor(mu) else np.multiply(mu, 0.5, out=mu)
 
 
 def _interpolate(at: np.ndarray, rows: np.ndarray, x: np.ndarray | None, missing: np.ndarray | None) -> np.ndarray:
