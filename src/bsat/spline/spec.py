@@ -69,8 +69,8 @@ class SplineSpec:
         """The least distance of interior knots, in samples, under the safe placement in a window of m samples.
 
         1 + p / 8, or less (but at least 1) where n is so close to m that there is no room. At exactly 1 the fit can
-        interpolate the samples, and its coefficients explode on signals that alternate from sample to sample (|c| up to
-        188 max|y| at p = 6); this margin costs no accuracy on real series. `benchmarks/hostile.py` measures it.
+        interpolate the samples, and its coefficients grow by orders of magnitude on signals that alternate from sample
+        to sample; `benchmarks/hostile.py` has some.
         """
         wanted = 1 + self.degree / 8
         if self.interior < 2:
