@@ -187,7 +187,7 @@ def main() -> None:
         series, source = pd.read_csv(Path(data) / "ETTh1.csv")["OT"].to_numpy(float), "ETTh1 OT"
     else:
         series, source = load_shipped("solar")["y"].to_numpy(), "shipped solar"
-    windows = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(series, L)[::8][:2000])
+    windows = np.ascontiguousarray(np.lib.stride_tricks.sliding_window_view(series, L)[::4][:4000])
     result: dict[str, Any] = {
         "source": source,
         "machine": {"processors": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()},
