@@ -95,6 +95,8 @@ class BSplineTokenizer(Tokenizer):
         detail: so many samples of the window, spread evenly across each token's width, join its values.
     """
 
+    adaptive = True
+
     def __init__(
         self,
         n_tokens: int = 45,
@@ -190,6 +192,11 @@ class BSplineTokenizer(Tokenizer):
             "feature": self.feature,
             "recency": self.recency,
         }
+
+    def level_features(self, lookback: int) -> list[bool]:
+        """Coefficient and detail are, the center is not."""
+        self._check_length(lookback)
+        return [True, False] + [True] * self.detail
 
     def _check_length(self, L: int) -> None:
         if self.n_tokens >= L:

@@ -69,6 +69,13 @@ class Tokenizer(ABC):
 
     n_tokens: int
 
+    adaptive: ClassVar[bool] = False
+    """Whether tokens move with the signal, and are costly enough to be worth keeping."""
+
+    @abstractmethod
+    def level_features(self, lookback: int) -> list[bool]:
+        """For each of the f values of a token, whether it is in the unit of the series. Checks the lookback."""
+
     @abstractmethod
     def transform(self, windows: Any, *, times: Any = None, mask: Any = None) -> Tokens:
         """Windows (B, L) or (B, L, C) to tokens."""

@@ -33,15 +33,23 @@ class DownsampleTokenizer(Tokenizer):
     def __init__(self, n_tokens: int = 45) -> None:
         self.n_tokens = to_whole(n_tokens, "n_tokens", 2)
 
-    def transform(self, windows: Any, *, times: Any = None, mask: Any = None) -> UniformTokens:
-        """Values (B, n[, C], 1): the samples."""
-        a = complete(windows, times, mask, "DownsampleTokenizer")
-        L = a.shape[1]
+    def level_features(self, lookback: int) -> list[bool]:
+        """The sample."""
+        self._check_length(lookback)
+        return [True]
+
+    def _check_length(self, L: int) -> None:
         if self.n_tokens > L:
             raise ValueError(
                 f"`n_tokens` must not exceed the window's length = {L}; got {self.n_tokens}. "
                 f"Lower `n_tokens` or lengthen the lookback."
             )
+
+    def transform(self, windows: Any, *, times: Any = None, mask: Any = None) -> UniformTokens:
+        """Values (B, n[, C], 1): the samples."""
+        a = complete(windows, times, mask, "DownsampleTokenizer")
+        L = a.shape[1]
+        self._check_length(L)
         keep = (np.arange(1, self.n_tokens + 1) * L) // self.n_tokens - 1
         values = a[:, keep]
         return UniformTokens(values[..., None], same_positions(keep, values), L)

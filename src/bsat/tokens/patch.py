@@ -23,18 +23,25 @@ class PatchTokenizer(Tokenizer):
     def __init__(self, n_tokens: int = 45) -> None:
         self.n_tokens = to_whole(n_tokens, "n_tokens", 1)
 
+    def level_features(self, lookback: int) -> list[bool]:
+        """All samples of a patch."""
+        return [True] * (2 * self._stride(lookback))
+
+    def _stride(self, L: int) -> int:
+        if L % self.n_tokens:
+            divisors = [d for d in range(1, L + 1) if L % d == 0]
+            near = sorted(sorted(divisors, key=lambda d: abs(d - self.n_tokens))[:2])
+            raise ValueError(
+                f"`n_tokens` must divide the window's length = {L}; got {self.n_tokens}. "
+                f"Use {' or '.join(map(str, near))}, or another lookback."
+            )
+        return L // self.n_tokens
+
     def transform(self, windows: Any, *, times: Any = None, mask: Any = None) -> UniformTokens:
         """Values (B, n[, C], 2 L / n): the samples of each patch."""
         a = complete(windows, times, mask, "PatchTokenizer")
         L, n = a.shape[1], self.n_tokens
-        if L % n:
-            divisors = [d for d in range(1, L + 1) if L % d == 0]
-            near = sorted(sorted(divisors, key=lambda d: abs(d - n))[:2])
-            raise ValueError(
-                f"`n_tokens` must divide the window's length = {L}; got {n}. "
-                f"Use {' or '.join(map(str, near))}, or another lookback."
-            )
-        stride = L // n
+        stride = self._stride(L)
         if is_tensor(a):
             values = _pad(a, stride).unfold(1, 2 * stride, stride).contiguous()
         else:

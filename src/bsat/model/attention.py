@@ -1,0 +1,43 @@
+"""Multi-head attention with residual scores (Realformer: He et al., 2021)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .dropout import Dropout
+from .positions import RotaryPositions, rotate
+
+
+class Attention(nn.Module):
+    """softmax(Q K' / sqrt(k) + the scores of the layer before) V, projected.
+
+    Args:
+        d_model: d
+        n_heads: h
+        rotary: turns queries and keys by their positions, or None.
+        dropout: of the attention weights.
+    """
+
+    def __init__(self, d_model: int, n_heads: int, *, rotary: RotaryPositions | None, dropout: float) -> None:
+        super().__init__()
+        self.n_heads = n_heads
+        self.to_qkv = nn.Linear(d_model, 3 * d_model)
+        self.to_out = nn.Linear(d_model, d_model)
+        self.rotary = rotary
+        self.dropout = Dropout(dropout)
+
+    def forward(self, x: Tensor, positions: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x (B, n, d), positions (B, n) or (n,) and the scores (B h, n, n) of the layer before to x and scores."""
+        B, n, d = x.shape
+        h, k = self.n_heads, d // self.n_heads
+        qkv = self.to_qkv(x).view(B, n, 3, h, k)
+        q, key, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, h, n, k) each
+        q = q * k**-0.5
+        if self.rotary is not None:
+            cos, sin = (a.unsqueeze(-3) for a in self.rotary(positions))  # (B, 1, n, k/2) or (1, n, k/2)
+            q, key = rotate(q, cos, sin), rotate(key, cos, sin)
+        q, key, v = (a.reshape(B * h, n, k) for a in (q, key, v))
+        scores = q @ key.mT if scores is None else torch.baddbmm(scores, q, key.mT)
+        mixed = self.dropout(scores.softmax(-1)) @ v  # (B h, n, k)
+        return self.to_out(mixed.view(B, h, n, k).transpose(1, 2).reshape(B, n, d)), scores

@@ -1,0 +1,110 @@
+"""Windows as the network wants them: tokens and targets, by index, where the model is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..data.windows import Windows
+from ..model import Network
+from ..tokens import BSplineTokens, Tokenizer, Tokens
+
+CHUNK = 4096
+"""Windows tokenized at once when all are."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What `Network.forward` takes."""
+
+    values: Tensor
+    positions: Tensor
+    knots: Tensor | None
+    window: tuple[Tensor, Tensor] | None
+
+
+def make_inputs(network: Network, tokens: Tokens, past: Tensor | None) -> Inputs:
+    """Tokens, and the windows where the network's norm looks at them, as the network wants them."""
+    knots = tokens.knots if network.head.needs_knots else None  # type: ignore[attr-defined]
+    positions = tokens.positions if isinstance(tokens, BSplineTokens) else tokens.positions[0]
+    window = None
+    if network.norm.over == "window":
+        if past is None:
+            raise ValueError("`past` must hold the windows with norm='window'; got None.")
+        seen = ~torch.isnan(past)
+        count = seen.sum(1)
+        mean = torch.where(seen, past, 0).sum(1) / count
+        variance = torch.where(seen, past - mean.unsqueeze(1), 0).square().sum(1) / count
+        window = mean, variance
+    return Inputs(tokens.values, positions, knots, window)
+
+
+def run(network: Network, inputs: Inputs) -> Tensor:
+    """The forecasts (B, H)."""
+    return network(inputs.values, inputs.positions, inputs.knots, inputs.window)
+
+
+class TokenBatches:
+    """Inputs and targets of windows, by index.
+
+    Args:
+        windows: past and future.
+        tokenizer: makes the tokens.
+        network: tells what else it needs.
+        keep: make all tokens now and index them; else they are made batch by batch, from the same numbers.
+    """
+
+    def __init__(self, windows: Windows, tokenizer: Tokenizer, network: Network, *, keep: bool) -> None:
+        self.windows, self.tokenizer, self.network = windows, tokenizer, network
+        self._kept = self._tokenize_all() if keep and len(windows) else None
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def _tokenize(self, past: Tensor) -> Tokens:
+        if not self.windows.gaps:
+            return self.tokenizer.transform(past)
+        missing = torch.isnan(past)
+        return self.tokenizer.transform(past, mask=missing if bool(missing.any()) else None)
+
+    def _tokenize_all(self) -> Tokens:
+        """Only what the network reads is kept."""
+        kept: dict[str, Any] = {}
+        W = len(self)
+        for start in range(0, W, CHUNK):
+            tokens = self._tokenize(self.windows.past(slice(start, start + CHUNK)))
+            names = [n for n in tokens.arrays if getattr(tokens, n) is not None and n != "fallback"]
+            for name in names:
+                part = getattr(tokens, name)
+                if name == "knots" and not self.network.head.needs_knots:
+                    part = part[:, :0]
+                if name not in kept:
+                    kept[name] = part.new_empty((W, *part.shape[1:]))
+                kept[name][start : start + CHUNK] = part
+        if isinstance(tokens, BSplineTokens):
+            return replace(tokens, **{"detail": None, "fallback": None, **kept})
+        return replace(tokens, **kept)  # type: ignore[type-var]
+
+    def inputs(self, index: Any) -> Inputs:
+        """Of the windows at an index or slice."""
+        if self._kept is not None:
+            past = self.windows.past(index) if self.network.norm.over == "window" else None
+            return make_inputs(self.network, self._kept[index], past)
+        past = self.windows.past(index)
+        return make_inputs(self.network, self._tokenize(past), past)
+
+    def targets(self, index: Any) -> Tensor:
+        """(B, H); NaN where missing."""
+        return self.windows.future(index)
+
+
+def bytes_per_window(tokenizer: Tokenizer, network: Network, lookback: int) -> int:
+    """That keeping the tokens of a window takes."""
+    if not tokenizer.adaptive:
+        return 0
+    features = len(tokenizer.level_features(lookback))
+    knots = tokenizer.n_tokens + tokenizer.degree + 1 if network.head.needs_knots else 0  # type: ignore[attr-defined]
+    return 4 * (tokenizer.n_tokens * features + knots)
