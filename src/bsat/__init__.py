@@ -9,18 +9,27 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .forecaster import Forecaster
     from .tokens import BSplineTokenizer, DownsampleTokenizer, PatchTokenizer, TokenCache
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Forecaster": ".forecaster",
     "BSplineTokenizer": ".tokens",
     "PatchTokenizer": ".tokens",
     "DownsampleTokenizer": ".tokens",
     "TokenCache": ".tokens",
 }
 
-__all__ = ["BSplineTokenizer", "DownsampleTokenizer", "PatchTokenizer", "TokenCache", "__version__"]
+__all__ = [
+    "BSplineTokenizer",
+    "DownsampleTokenizer",
+    "Forecaster",
+    "PatchTokenizer",
+    "TokenCache",
+    "__version__",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,18 @@
 """Series: read from files, shipped with the package, and described."""
 
-from .files import read_series
+from .files import read_frame, read_series, read_table
+from .season import season_of
 from .shipped import SHIPPED, load_shipped
 from .statistics import curvature_norm, permutation_entropy, total_variation
 
-__all__ = ["SHIPPED", "curvature_norm", "load_shipped", "permutation_entropy", "read_series", "total_variation"]
+__all__ = [
+    "SHIPPED",
+    "curvature_norm",
+    "load_shipped",
+    "permutation_entropy",
+    "read_frame",
+    "read_series",
+    "read_table",
+    "season_of",
+    "total_variation",
+]

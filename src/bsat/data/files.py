@@ -36,6 +36,62 @@ def read_table(path: Path) -> pd.DataFrame:
     return table
 
 
+def read_frame(
+    path: Path, *, id_col: str | None = None, time_col: str | None = None, target_col: str | None = None
+) -> tuple[pd.DataFrame, dict[str, str | None]]:
+    """A long table from a file, and which of its columns hold id, time and target, as `Forecaster` calls them.
+
+    What is not named is guessed: `unique_id`, or a single series; `ds`, or the first column of stamps; `y`, or the only
+    other numeric column.
+    """
+    table = read_table(path)
+    columns = [str(c) for c in table.columns]
+    table = table.set_axis(columns, axis=1)
+    for option, name in (("--id-col", id_col), ("--time-col", time_col), ("--target-col", target_col)):
+        if name is not None and name not in columns:
+            raise ValueError(f"{option} must name a column of {path.name}; got {name!r}. It has {', '.join(columns)}.")
+    if id_col is None and "unique_id" in columns:
+        id_col = "unique_id"
+    if time_col is None:
+        time_col = "ds" if "ds" in columns else next((c for c in columns if holds_stamps(table[c])), None)
+    if time_col is None:
+        raise ValueError(
+            f"{path.name} must have a column of time stamps, or --time-col must name it; it has {', '.join(columns)}."
+        )
+    if target_col is None:
+        rest = [c for c in columns if c not in (id_col, time_col) and holds_numbers(table[c])]
+        if "y" in columns:
+            target_col = "y"
+        elif len(rest) == 1:
+            target_col = rest[0]
+        else:
+            have = f"{len(rest)} ({', '.join(rest)})" if rest else f"none of {', '.join(columns)}"
+            raise ValueError(f"{path.name} must have one numeric column, or --target-col must name it; it has {have}.")
+    return table, {"id_col": id_col, "time_col": time_col, "target_col": target_col}
+
+
+def holds_numbers(values: pd.Series) -> bool:
+    """Whether a column holds numbers, and at least one."""
+    from pandas.api.types import is_bool_dtype, is_numeric_dtype
+
+    return is_numeric_dtype(values) and not is_bool_dtype(values) and bool(values.notna().any())
+
+
+def holds_stamps(values: pd.Series) -> bool:
+    """Whether a column holds datetimes, or text that reads as such."""
+    import warnings
+
+    import pandas as pd
+
+    if pd.api.types.is_datetime64_any_dtype(values):
+        return True
+    if pd.api.types.is_numeric_dtype(values) or values.empty:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the guess of a format
+        return bool(pd.to_datetime(values.head(20).astype(str), errors="coerce", utc=True).notna().all())
+
+
 def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]:
     """One numeric column of a file as (name, float64 array); NaN where a value is missing.
 
@@ -47,13 +103,6 @@ def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]
     if len(table.columns) == 1 and ";" in str(table.columns[0]):
         raise ValueError(
             f"{path.name} must be separated by commas; its first line is {str(table.columns[0])[:60]!r}. Convert it."
-        )
-
-    def holds_numbers(values: pd.Series) -> bool:
-        return (
-            pd.api.types.is_numeric_dtype(values)
-            and not pd.api.types.is_bool_dtype(values)
-            and bool(values.notna().any())
         )
 
     numeric = [str(c) for c in table.columns if holds_numbers(table[c])]

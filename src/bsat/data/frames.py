@@ -66,22 +66,39 @@ class Panel:
         ahead = self.lengths[:, None] + np.arange(horizon)
         return self._dress(_advance(self.first[:, None], ahead, self.freq, self.tz).ravel())
 
+    def last(self) -> Any:
+        """The stamp of every row's last sample: (R,)."""
+        return self._dress(self.at(self.lengths - 1))
+
+    def at(self, samples: np.ndarray) -> np.ndarray:
+        """The stamp of sample samples[r] of every row r, as int64."""
+        return _advance(self.first, samples, self.freq, self.tz)
+
+    def select(self, keep: np.ndarray) -> Panel:
+        """Only the rows that a boolean array keeps."""
+        rows = np.flatnonzero(keep)
+        return replace(
+            self,
+            ids=[self.ids[r] for r in rows],
+            channels=None if self.channels is None else [self.channels[r] for r in rows],
+            values=_slices(self.values, self.offsets[rows], self.offsets[rows + 1]),
+            offsets=_offsets(self.lengths[rows]),
+            first=self.first[rows],
+        )
+
     def cut(self, lengths: Any) -> Panel:
         """Every row cut to its first lengths[r] samples; one number serves all rows."""
         stops = np.broadcast_to(np.asarray(lengths), (len(self),))
-        if stops.dtype.kind not in "iu" or (bad := (stops < 1) | (stops > self.lengths)).any():
-            got = (
-                f"{stops[r := int(bad.argmax())]} for row {r} of {self.lengths[r]}"
-                if stops.dtype.kind in "iu"
-                else stops
-            )
-            raise ValueError(
-                f"`lengths` must be whole numbers from 1 to the length of the row; got {got}. Change them."
-            )
-        return self._keep(np.zeros_like(self.lengths), stops)
+        bad = (stops < 1) | (stops > self.lengths) | (stops != stops.astype(np.int64))
+        if bad.any():
+            got = f"{stops[bad][0]} for a row of {self.lengths[bad][0]} ({bad.sum()} in all)"
+            raise ValueError(f"`lengths` must be whole numbers from 1 to the row's length; got {got}. Change them.")
+        return self._keep(np.zeros_like(self.lengths), stops.astype(np.int64))
 
     def tail(self, count: int) -> Panel:
         """The last `count` samples of every row; rows that are shorter stay whole."""
+        if count < 1:
+            raise ValueError(f"`count` must be at least 1; got {count}. Raise it.")
         return self._keep(np.maximum(self.lengths - count, 0), self.lengths)
 
     def _keep(self, starts: np.ndarray, stops: np.ndarray) -> Panel:
@@ -106,7 +123,7 @@ class Panel:
 
 
 def kind_of(df: Any) -> str:
-    """ "pandas" or "polars"; a TypeError for anything else. Does not import polars."""
+    """Tell a "pandas" frame from a "polars" one, without importing polars; a TypeError for anything else."""
     if isinstance(df, pd.DataFrame):
         return "pandas"
     name = type(df).__name__
@@ -164,7 +181,7 @@ def to_panel(
     del steps
     begins = place[rows.offsets[:-1]]
     grid = _offsets((place[rows.offsets[1:] - 1] - begins) // step + 1)  # (S + 1,) where the series start on the grid
-    at = slice(None) if regular else (place - rows.each(begins - grid[:-1] * step)) // step
+    at = slice(None) if regular else (place - rows.each(begins)) // step + rows.each(grid[:-1])
 
     S, C = len(names), len(targets)
     values = np.full((C, grid[-1]), np.nan)
@@ -207,8 +224,8 @@ def _columns(df: Any, id_col: str | None, time_col: str, targets: list[str]) -> 
             way = f"Name the column with {parameter}=."
             if parameter == "id_col":
                 way = f'{way[:-1]}, add it with df["{name}"] = "name", or pass id_col=None if the frame is one series.'
-            if kind == "pandas" and df.index.names != [None]:
-                way += f" Its index {df.index.names} is not read: df.reset_index() makes columns of it."
+            if kind == "pandas" and (df.index.names != [None] or isinstance(df.index, pd.DatetimeIndex)):
+                way += " Its index is not read: df.reset_index() makes columns of it."
             raise ValueError(f"the frame must have the column {name!r}; it has {have}. {way}")
     if len(set(have)) < len(have):
         twice = next(name for name in have if have.count(name) > 1)
@@ -240,7 +257,7 @@ def _read_ids(column: pd.Series, name: str) -> tuple[np.ndarray | None, list[Any
     if str(column.dtype).startswith("dictionary"):  # arrow numbers these by category
         codes, appeared = pd.factorize(codes)
         uniques = uniques[appeared]
-    return codes, uniques.tolist()
+    return codes, [u.item() if isinstance(u, np.generic) else u for u in uniques.tolist()]
 
 
 def _read_target(column: pd.Series, name: str) -> np.ndarray:
@@ -313,16 +330,18 @@ def _parse_stamps(column: pd.Series, name: str) -> pd.Series:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that text has no clear format: the errors below say more
-        try:
-            return pd.to_datetime(column)
-        except (ValueError, TypeError, OverflowError) as error:
-            readable = pd.to_datetime(column, errors="coerce", utc=True).notna()
-            bad = np.flatnonzero((column.notna() & ~readable).to_numpy())
-            if len(bad):
-                got = f"row {bad[0]} holds {column.iloc[bad[0]]!r} ({len(bad)} in all). Mend those rows."
-            else:
-                got = f"pandas says: {error} Convert it with pd.to_datetime(..., utc=True)."
-            raise ValueError(f"column {name!r} must hold stamps that pd.to_datetime reads; {got}") from error
+        for form in ("ISO8601", None):  # the first also reads dates with and without hours beside one another
+            try:
+                return pd.to_datetime(column, format=form)
+            except (ValueError, TypeError, OverflowError) as error:
+                reason = error
+        readable = pd.to_datetime(column, errors="coerce", utc=True).notna()
+    bad = np.flatnonzero((column.notna() & ~readable).to_numpy())
+    if len(bad):
+        got = f"row {bad[0]} holds {column.iloc[bad[0]]!r} ({len(bad)} in all). Mend those rows."
+    else:
+        got = f"pandas says: {reason} Convert it with pd.to_datetime(..., utc=True)."
+    raise ValueError(f"column {name!r} must hold stamps that pd.to_datetime reads; {got}") from reason
 
 
 # ---- rows in order ---------------------------------------------------------------------------------------------------
@@ -382,7 +401,7 @@ def _sort(
             UserWarning,
             stacklevel=_stack_level(),
         )
-        inside = np.lexsort((stamps, rows.each(np.arange(S))))
+        inside = np.lexsort((stamps, rows.each(np.arange(S, dtype=np.int32))))
         order = inside if order is None else order[inside]
         rows = replace(rows, stamps=stamps[inside])
         steps = rows.steps(rows.stamps, fill=1)
@@ -410,9 +429,7 @@ def _check_freq(freq: Any, integer: bool) -> str | int:
     """A frequency that the user gave, in pandas' spelling."""
     if integer or isinstance(freq, (int, np.integer)):
         if not integer or isinstance(freq, bool) or not isinstance(freq, (int, np.integer)) or freq < 1:
-            kind = (
-                "a positive int for integer stamps" if integer else "a pandas alias such as 'h' or 'MS' for datetimes"
-            )
+            kind = "a positive int for integer stamps" if integer else "an alias such as 'h' or 'MS' for datetimes"
             raise ValueError(f"`freq` must be {kind}; got {freq!r}. Change it, or leave it out.")
         return int(freq)
     try:

@@ -100,6 +100,4 @@ def make_windows(
         keep = (past >= least) & (future > 0)
         starts, rows = starts[keep], rows[keep]
     to = series.device
-    return Windows(
-        series, torch.from_numpy(starts).to(to), torch.from_numpy(rows).to(to), lookback, horizon, least > 0
-    )
+    return Windows(series, torch.from_numpy(starts).to(to), torch.from_numpy(rows).to(to), lookback, horizon, least > 0)

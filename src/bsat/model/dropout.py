@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 
 class Dropout(nn.Module):
@@ -27,7 +26,7 @@ class Dropout(nn.Module):
             return x
         threshold = round(self.p * 65536)
         if x.device.type != "cpu" or not 0 < threshold < 65536:
-            return F.dropout(x, self.p)
+            return nn.functional.dropout(x, self.p)
         return _Drop.apply(x, threshold)
 
     def extra_repr(self) -> str:
@@ -37,7 +36,7 @@ class Dropout(nn.Module):
 
 class _Drop(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, threshold: int) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, x: Tensor, threshold: int) -> Tensor:
         count = x.numel()
         bits = torch.empty((count + 3) // 4, dtype=torch.int64).random_(-(2**63), None)  # all 64 bits
         keep = torch.empty_like(x, memory_format=torch.contiguous_format)  # numbers: a boolean mask multiplies slower
@@ -47,6 +46,6 @@ class _Drop(torch.autograd.Function):
         return x * keep
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (keep,) = ctx.saved_tensors
         return grad * keep, None

@@ -34,7 +34,7 @@ class InstanceNorm(nn.Module):
         self.register_buffer("levels", torch.tensor(list(levels)), persistent=False)
 
     def forward(self, values: Tensor, window: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Values (B, n, f), and the window's mean and variance (B,) where they are asked for, to normalised values, mean
+        """Values (B, n, f), with the window's mean and variance (B,) if they are asked for, to normalised values, mean
         (B, 1) and deviation (B, 1)."""
         if self.over == "window":
             if window is None:

@@ -139,8 +139,8 @@ def build_network(config: NetworkConfig, tokenizer: Tokenizer, *, lookback: int,
     n, d, h = tokenizer.n_tokens, config.d_model, config.n_heads
     if getattr(tokenizer, "coefficients", "plain") == "asinh" and config.norm == "coefficients":
         raise ValueError(
-            "`norm` must be 'window' with a tokenizer of coefficients='asinh', whose coefficients are not in the unit of "
-            "the series; got 'coefficients'. Change one of them."
+            "`norm` must be 'window' with a tokenizer of coefficients='asinh', whose coefficients are not in the unit "
+            "of the series; got 'coefficients'. Change one of them."
         )
 
     def layer() -> EncoderLayer:

@@ -6,7 +6,12 @@ from .contract import Tokenizer, Tokens
 from .downsample import DownsampleTokenizer
 from .patch import PatchTokenizer
 
+TOKENIZERS: dict[str, type[Tokenizer]] = {
+    kind.__name__: kind for kind in (BSplineTokenizer, PatchTokenizer, DownsampleTokenizer)
+}
+
 __all__ = [
+    "TOKENIZERS",
     "BSplineTokenizer",
     "BSplineTokens",
     "DownsampleTokenizer",

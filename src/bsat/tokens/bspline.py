@@ -95,6 +95,7 @@ class BSplineTokenizer(Tokenizer):
         detail: so many samples of the window, spread evenly across each token's width, join its values.
     """
 
+    label = "BSAT"
     adaptive = True
 
     def __init__(

@@ -69,6 +69,9 @@ class Tokenizer(ABC):
 
     n_tokens: int
 
+    label: ClassVar[str]
+    """What a forecaster with these tokens is called."""
+
     adaptive: ClassVar[bool] = False
     """Whether tokens move with the signal, and are costly enough to be worth keeping."""
 

@@ -30,6 +30,8 @@ class DownsampleTokenizer(Tokenizer):
     newer than the last token is thrown away; a part that is not a whole number of samples is rounded down.
     """
 
+    label = "UDS"
+
     def __init__(self, n_tokens: int = 45) -> None:
         self.n_tokens = to_whole(n_tokens, "n_tokens", 2)
 

@@ -20,6 +20,8 @@ class PatchTokenizer(Tokenizer):
     position is the middle of its patch, padding included.
     """
 
+    label = "PatchTST"
+
     def __init__(self, n_tokens: int = 45) -> None:
         self.n_tokens = to_whole(n_tokens, "n_tokens", 1)
 

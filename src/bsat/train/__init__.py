@@ -2,7 +2,7 @@
 
 from .batches import TokenBatches
 from .loop import Epoch, History, TrainConfig, train
-from .metrics import Scores, evaluate, predict
+from .metrics import Scores, evaluate, evaluate_beside_naive, naive_forecasts, predict
 from .schedule import learning_rate_factor
 
 __all__ = [
@@ -12,7 +12,9 @@ __all__ = [
     "TokenBatches",
     "TrainConfig",
     "evaluate",
+    "evaluate_beside_naive",
     "learning_rate_factor",
+    "naive_forecasts",
     "predict",
     "train",
 ]

@@ -6,7 +6,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ class TrainConfig:
                 raise TypeError(f"`{name}` must be a number; got {value!r}. Pass a float.")
             if not (math.isfinite(value) and value >= 0) or (name == "learning_rate" and value == 0):
                 raise ValueError(f"`{name}` must be positive and finite; got {value}. Pass e.g. 1e-3.")
+
+    @classmethod
+    def names(cls) -> tuple[str, ...]:
+        """The names of the choices."""
+        return tuple(field.name for field in fields(cls))
 
 
 @dataclass(frozen=True)

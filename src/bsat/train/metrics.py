@@ -83,8 +83,40 @@ def evaluate(
     network: Network, batches: TokenBatches, mean: Tensor, deviation: Tensor, batch_size: int = EVAL_BATCH
 ) -> Scores:
     """Every window, whatever the batch size; `mean` and `deviation` (R,) are the rows' scaling, in float64."""
-    tally = Tally()
+    return evaluate_beside_naive(network, batches, mean, deviation, None, batch_size)["model"]
+
+
+def evaluate_beside_naive(
+    network: Network,
+    batches: TokenBatches,
+    mean: Tensor,
+    deviation: Tensor,
+    season: int | None,
+    batch_size: int = EVAL_BATCH,
+) -> dict[str, Scores]:
+    """Scores of "model", and with a season also of "last value" and "seasonal naive", in one pass over the fold.
+
+    A season of 0 says that there is none, and leaves the seasonal one out.
+    """
+    tallies = {"model": Tally()}
     for part, forecast in predict(network, batches, batch_size):
         rows = batches.windows.rows[part].long()
-        tally.add(forecast, batches.targets(part), mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1))
-    return tally.scores()
+        truth, scale = batches.targets(part), (mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1))
+        tallies["model"].add(forecast, truth, *scale)
+        if season is not None:
+            for name, naive in naive_forecasts(batches.windows.past(part), truth.shape[1], season).items():
+                tallies.setdefault(name, Tally()).add(naive, truth, *scale)
+    return {name: tally.scores() for name, tally in tallies.items()}
+
+
+def naive_forecasts(past: Tensor, horizon: int, season: int) -> dict[str, Tensor]:
+    """The last value, and the last season over and over, (B, H) each; a missing sample takes the one before it."""
+    index = torch.arange(past.shape[1], device=past.device).expand(past.shape)
+    before = torch.where(torch.isnan(past), -1, index).cummax(1).values
+    filled = past.gather(1, before.clamp(min=0))
+    filled = torch.where(before < 0, torch.nanmean(past, 1, keepdim=True), filled)
+    forecasts = {"last value": filled[:, -1:].expand(-1, horizon)}
+    if 0 < season <= past.shape[1]:
+        steps = torch.arange(horizon, device=past.device) % season
+        forecasts["seasonal naive"] = filled[:, past.shape[1] - season + steps]
+    return forecasts

@@ -1,0 +1,88 @@
+"""Pictures of forecasts and of what a network learned."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from .tokens.pictures import ACCENT, CURVE, INK, QUIET, add_legend, check_format, new_figure, save
+from .train import History
+
+
+def draw_forecast(
+    path: os.PathLike[str] | str,
+    *,
+    past: tuple[Any, np.ndarray],
+    future: Any,
+    forecasts: Mapping[str, np.ndarray],
+    bands: Mapping[float, tuple[np.ndarray, np.ndarray]] | None = None,
+    truth: np.ndarray | None = None,
+    title: str = "",
+    unit: str = "value",
+) -> None:
+    """What was, what is forecast, in which bands, and what came.
+
+    Args:
+        path: a .png, .svg or .pdf.
+        past: stamps and samples.
+        future: stamps (H,) of the forecasts.
+        forecasts: name -> (H,); the first is drawn in front.
+        bands: level -> lower and upper (H,).
+        truth: (H,), if it is known.
+        title: of the picture.
+        unit: of the samples.
+    """
+    figure = new_figure(9, 3.8)
+    axes = figure.subplots()
+    axes.plot(*past, color=INK, lw=0.9, label="past")
+    if truth is not None:
+        axes.plot(future, truth, color=INK, lw=0.9, ls=":", label="what came")
+    for level in sorted(bands or {}, reverse=True):
+        low, high = (bands or {})[level]
+        axes.fill_between(future, low, high, color=CURVE, alpha=0.14, lw=0, label=f"{level:g} %")
+    colors = (CURVE, ACCENT, QUIET)
+    for i, (name, values) in reversed(list(enumerate(forecasts.items()))):
+        axes.plot(
+            future, values, color=colors[i % 3], lw=1.5 if i == 0 else 1.0, ls="-" if i == 0 else "--", label=name
+        )
+    axes.set_ylabel(unit)
+    axes.margins(x=0.01)
+    axes.set_title(title, loc="left", fontsize=10)
+    if hasattr(future, "tz_localize"):
+        from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+        locator = AutoDateLocator()
+        axes.xaxis.set_major_locator(locator)
+        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    add_legend(axes)
+    save(figure, path)
+
+
+def draw_bases(path: os.PathLike[str] | str, history: History, title: str = "") -> None:
+    """The learned rotary base of every layer over the epochs (the paper's figure of learned bases)."""
+    from matplotlib.ticker import MaxNLocator
+
+    check_format(path)
+    bases = np.array([epoch.bases for epoch in history.epochs])  # (epochs, layers)
+    if bases.size == 0:
+        raise ValueError("there are learned bases only with encoding='l-rope' or 'l-rope+lpe'. Train with one of them.")
+    figure = new_figure(7, 3.4)
+    axes = figure.subplots()
+    for layer in range(bases.shape[1]):
+        shade = layer / max(1, bases.shape[1] - 1)
+        color = tuple((1 - shade) * a + shade * b for a, b in zip((0.12, 0.37, 0.66), (0.78, 0.31, 0.18), strict=True))
+        axes.plot(
+            np.arange(1, len(bases) + 1), bases[:, layer], color=color, marker="o", ms=3, label=f"layer {layer + 1}"
+        )
+    axes.axhline(10_000, color=QUIET, lw=0.8, ls="--", label="start")
+    axes.axvline(history.best_epoch + 1, color=QUIET, lw=0.8, ls=":", label="best epoch")
+    axes.set_xlabel("epoch")
+    axes.set_ylabel("base")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_title(title, loc="left", fontsize=10)
+    add_legend(axes)
+    save(figure, path)

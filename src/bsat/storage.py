@@ -1,0 +1,109 @@
+"""A model's folder: tensors in safetensors, everything else in JSON, nothing pickled, nothing taken on trust."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from .atomic import replacing
+
+FORMAT = 1
+"""Raise it when older releases could not read the folder any more."""
+
+CONFIG, TENSORS = "config.json", "model.safetensors"
+
+
+def write_folder(folder: os.PathLike[str] | str, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Each file whole or not at all; the one that vouches for the other is written last."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"a model is saved as a folder; {folder} is a file. Choose another name.")
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: a.detach().cpu().contiguous() for name, a in tensors.items()}
+    with replacing(folder / TENSORS) as temporary:
+        save_file(tensors, temporary)
+        digest = _digest(temporary)
+    from . import __version__
+
+    whole = {"format": FORMAT, "bsat": __version__, **config, "files": {TENSORS: digest}}
+    with replacing(folder / CONFIG) as temporary:
+        temporary.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def read_folder(folder: os.PathLike[str] | str, *, links: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Config and tensors of a folder that `write_folder` made; anything else is a ValueError.
+
+    Args:
+        folder: where they are.
+        links: follow symbolic links out of the folder, as the cache of huggingface_hub needs.
+    """
+    folder = Path(folder)
+    config = _read_config(folder, links)
+    files = config.get("files")
+    if not isinstance(files, dict) or TENSORS not in files:
+        raise ValueError(
+            f"{folder / CONFIG} does not vouch for {TENSORS}. It is not a saved forecaster, or was edited."
+        )
+    for name in files:
+        if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\\" in name:
+            raise ValueError(f"{folder / CONFIG} names the file {name!r}, which is not inside the folder. Refused.")
+    path = _inside(folder, TENSORS, links)
+    with path.open("rb") as file:
+        head = file.read(9)
+    if head[:1] == b"\x80" or head[:2] == b"PK":
+        raise ValueError(
+            f"{path} is a pickle (or a zip, as torch.save writes), not safetensors. Refused: pickles run code."
+        )
+    if _digest(path) != files[TENSORS]:
+        raise ValueError(
+            f"{path} is not the file that was saved: its checksum differs from {CONFIG}'s. It is cut short, damaged or "
+            f"was changed. Copy the folder again."
+        )
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return config, load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}. Refused.") from error
+
+
+def _read_config(folder: Path, links: bool) -> dict[str, Any]:
+    if not folder.is_dir():
+        kind = "is a file" if folder.exists() else "does not exist"
+        raise ValueError(f"a saved forecaster is a folder; {folder} {kind}. Pass the folder that `save` wrote.")
+    path = _inside(folder, CONFIG, links)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"{path} is not JSON: {error}. The folder is damaged.") from error
+    version = config.get("format") if isinstance(config, dict) else None
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ValueError(f"{path} is not that of a forecaster saved by bsat.")
+    if version > FORMAT:
+        raise ValueError(
+            f"{folder} was saved by a newer bsat ({config.get('bsat')}, format {version}); this one reads up to format "
+            f"{FORMAT}. Upgrade bsat."
+        )
+    return config
+
+
+def _inside(folder: Path, name: str, links: bool) -> Path:
+    path = folder / name
+    if not path.is_file():
+        raise ValueError(f"a saved forecaster has a file {name}; {folder} has none. The folder is not whole.")
+    if not links and not path.resolve().is_relative_to(folder.resolve()):
+        raise ValueError(f"{path} is a link that leads out of the folder, to {path.resolve()}. Refused.")
+    return path
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
