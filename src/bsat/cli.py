@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from .forecaster import Forecaster
 
 app = typer.Typer(
     name="bsat",
@@ -106,22 +111,222 @@ def tokenize(
         tokenizer.diagnose(series, lookback)
 
 
+# What `fit` and `backtest` both take.
+File = Annotated[Path, typer.Argument(help="CSV or parquet, one row per stamp (and series).", show_default=False)]
+Horizon = Annotated[int, typer.Option(help="Steps to forecast.")]
+Lookback = Annotated[int, typer.Option(help="Samples that a forecast looks at.")]
+TokenizerName = Annotated[str, typer.Option(help='"bsat", "patchtst" or "uds".')]
+TokenCount = Annotated[int | None, typer.Option(help="Tokens per window.", show_default="lookback / 16")]
+Degree = Annotated[int, typer.Option(help="Degree of the spline, 1 to 6.")]
+Encoding = Annotated[str, typer.Option(help="lpe, f-rope, l-rope, f-rope+lpe or l-rope+lpe.")]
+Head = Annotated[str, typer.Option(help='"flatten" or "spline".')]
+Epochs = Annotated[int, typer.Option(help="At most so many epochs.")]
+Seed = Annotated[int, typer.Option(help="Of weights, order and dropout.")]
+Gaps = Annotated[str, typer.Option(help='Missing stamps and values: "error", "fit" or "fill".')]
+Freq = Annotated[str | None, typer.Option(help="Step between stamps, e.g. 15min.", show_default="found out")]
+IdCol = Annotated[
+    str | None, typer.Option(help="Column of the series' names.", show_default="unique_id, or one series")
+]
+TimeCol = Annotated[str | None, typer.Option(help="Column of the stamps.", show_default="ds, or the first of dates")]
+TargetCol = Annotated[str | None, typer.Option(help="Column to forecast.", show_default="y, or the only number")]
+DropShort = Annotated[bool, typer.Option("--drop-short", help="Leave out series that are too short.")]
+Device = Annotated[str, typer.Option(help='"auto", "cpu" or "cuda".')]
+Level = Annotated[list[float] | None, typer.Option(help="Interval in percent; may be repeated.", show_default=False)]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No plan and no progress bar.")]
+TableOut = Annotated[Path | None, typer.Option(help="Write the table (.parquet or .csv).", show_default=False)]
+Plot = Annotated[Path | None, typer.Option(help="Draw it (.png, .svg or .pdf).", show_default=False)]
+
+
+@app.command()
+def fit(
+    file: File,
+    folder: Annotated[Path, typer.Option("--out", help="The folder of the model.", show_default=False)],
+    horizon: Horizon = 192,
+    lookback: Lookback = 720,
+    tokenizer: TokenizerName = "bsat",
+    tokens: TokenCount = None,
+    degree: Degree = 3,
+    encoding: Encoding = "l-rope+lpe",
+    head: Head = "flatten",
+    epochs: Epochs = 100,
+    seed: Seed = 2025,
+    gaps: Gaps = "error",
+    freq: Freq = None,
+    id_col: IdCol = None,
+    time_col: TimeCol = None,
+    target_col: TargetCol = None,
+    drop_short: DropShort = False,
+    device: Device = "auto",
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train on a file; save the model, its scores and a picture into a folder."""
+    from .report import draw_last_window, format_scores, scores_dict
+
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"--out must be a folder; {folder} is a file. Choose another name.")
+    forecaster, table = make_forecaster(
+        file,
+        horizon,
+        lookback,
+        tokenizer,
+        tokens,
+        degree,
+        encoding,
+        head,
+        epochs,
+        seed,
+        gaps,
+        freq,
+        id_col,
+        time_col,
+        target_col,
+        drop_short,
+        device,
+        not (quiet or json_),
+    )
+    forecaster.fit(table, checkpoint=folder, resume=resume)
+    forecaster.save(folder)
+    picture = folder / "forecast.png"
+    draw_last_window(forecaster, table, picture)
+    stopped = forecaster.history_.stopped == "interrupted"
+    if not stopped:
+        forecaster.clear_checkpoint(folder)
+    if json_:
+        print_json({"model": str(folder), "picture": str(picture), **scores_dict(forecaster)})
+        return
+    print(format_scores({forecaster.name: forecaster}))
+    print(f"\nsaved {folder}, drew {picture}" + ("; stopped early: --resume goes on" if stopped else ""))
+
+
+@app.command()
+def predict(
+    model: Annotated[Path, typer.Argument(help="A folder that `bsat fit` made.", show_default=False)],
+    file: Annotated[Path | None, typer.Argument(help="Newer samples.", show_default="those of the fit")] = None,
+    level: Level = None,
+    out: TableOut = None,
+    plot: Plot = None,
+    device: Device = "auto",
+    json_: Json = False,
+) -> None:
+    """Forecast with a saved model, with intervals if asked for."""
+    from .data import read_table
+    from .forecaster import Forecaster
+    from .report import draw_future
+    from .tokens.pictures import check_format
+
+    if out is not None:
+        check_output(out, file)
+    if plot is not None:
+        check_format(plot)
+    forecaster = Forecaster.load(model, device=device, verbose=False)
+    table = None if file is None else read_table(file)
+    forecasts = forecaster.predict(table, level=level)
+    if plot is not None:
+        draw_future(forecaster, table, plot, level or [])
+    if out is not None:
+        write_table(forecasts, out)
+    if json_:
+        print_json({"forecasts": to_records(forecasts)})
+        return
+    if out is None and plot is None:
+        sys.stdout.write(forecasts.to_csv(index=False))
+        return
+    print("\n".join(f"{word} {path}" for word, path in (("wrote", out), ("drew", plot)) if path is not None))
+
+
+@app.command()
+def backtest(
+    file: File,
+    model: Annotated[
+        Path | None, typer.Option(help="A folder that `bsat fit` made, instead of training.", show_default=False)
+    ] = None,
+    windows: Annotated[int, typer.Option(help="How many cutoffs.")] = 4,
+    step: Annotated[int | None, typer.Option(help="Samples between cutoffs.", show_default="the horizon")] = None,
+    refit: Annotated[bool, typer.Option("--refit", help="Train anew before every cutoff.")] = False,
+    horizon: Horizon = 192,
+    lookback: Lookback = 720,
+    tokenizer: TokenizerName = "bsat",
+    tokens: TokenCount = None,
+    degree: Degree = 3,
+    encoding: Encoding = "l-rope+lpe",
+    head: Head = "flatten",
+    epochs: Epochs = 100,
+    seed: Seed = 2025,
+    gaps: Gaps = "error",
+    freq: Freq = None,
+    id_col: IdCol = None,
+    time_col: TimeCol = None,
+    target_col: TargetCol = None,
+    drop_short: DropShort = False,
+    level: Level = None,
+    out: TableOut = None,
+    plot: Plot = None,
+    device: Device = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Forecast from moving cutoffs and compare with what came."""
+    from .data import read_table
+    from .forecaster import Forecaster
+    from .report import backtest_scores, draw_backtest, format_backtest
+    from .tokens.pictures import check_format
+
+    if out is not None:
+        check_output(out, file)
+    if plot is not None:
+        check_format(plot)
+    if model is not None:
+        forecaster, table = Forecaster.load(model, device=device, verbose=not (quiet or json_)), read_table(file)
+    else:
+        forecaster, table = make_forecaster(
+            file,
+            horizon,
+            lookback,
+            tokenizer,
+            tokens,
+            degree,
+            encoding,
+            head,
+            epochs,
+            seed,
+            gaps,
+            freq,
+            id_col,
+            time_col,
+            target_col,
+            drop_short,
+            device,
+            not (quiet or json_),
+        )
+    result = forecaster.cross_validation(table, n_windows=windows, step=step, refit=refit, level=level)
+    if out is not None:
+        write_table(result, out)
+    if plot is not None:
+        draw_backtest(forecaster, result, plot)
+    scores = backtest_scores(forecaster, result)
+    if json_:
+        print_json(scores)
+        return
+    print(format_backtest(scores))
+    for word, path in (("wrote", out), ("drew", plot)):
+        if path is not None:
+            print(f"{word} {path}")
+
+
 @app.command()
 def demo(
-    folder: Annotated[Path, typer.Option("--out", help="Where the pictures go.")] = Path("bsat-demo"),
+    folder: Annotated[Path, typer.Option("--out", help="Where the model and the pictures go.")] = Path("bsat-demo"),
+    json_: Json = False,
 ) -> None:
-    """Tokenize a shipped series and draw it; needs no network."""
-    from .data import SHIPPED, load_shipped
-    from .tokens import BSplineTokenizer
+    """Train on a shipped solar series, score, draw, save; needs no network."""
+    from .demo import run_demo
 
-    about = SHIPPED["solar"]
-    series = load_shipped("solar")["y"].to_numpy()
-    print(f"solar: {about.about}, {about.unit}, every {about.cadence}, {len(series):,} samples\n({about.credit})\n")
-    folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = BSplineTokenizer(n_tokens=90, degree=3)
-    tokenizer.diagnose(series, lookback=720, plot=folder / "diagnosis.png")
-    tokenizer.plot(series[-720:], folder / "tokens.png", title="A week of sunshine: 720 samples as 90 tokens")
-    print(f"\ndrew {folder / 'tokens.png'} and {folder / 'diagnosis.png'}")
+    scores = run_demo(folder, quiet=json_)
+    if json_:
+        print_json(scores)
 
 
 @app.command()
@@ -153,9 +358,82 @@ def to_clip_factor(text: str) -> float | str:
         raise ValueError(f'--clip-factor must be a positive number, "inf" or "auto"; got {text!r}.') from None
 
 
-def check_output(path: Path, source: Path) -> None:
+def make_forecaster(
+    file: Path,
+    horizon: int,
+    lookback: int,
+    tokenizer: str,
+    tokens: int | None,
+    degree: int,
+    encoding: str,
+    head: str,
+    epochs: int,
+    seed: int,
+    gaps: str,
+    freq: str | None,
+    id_col: str | None,
+    time_col: str | None,
+    target_col: str | None,
+    drop_short: bool,
+    device: str,
+    verbose: bool,
+) -> tuple[Forecaster, pd.DataFrame]:
+    """What `fit` and `backtest` train, and the file's table."""
+    from .data import read_frame
+    from .forecaster import Forecaster
+    from .tokens import BSplineTokenizer, DownsampleTokenizer, PatchTokenizer, Tokenizer
+    from .tokens.door import check_choice, to_whole
+
+    check_choice(tokenizer, "--tokenizer", ("bsat", "patchtst", "uds"))
+    n = max(8, round(to_whole(lookback, "--lookback", 2) / 16)) if tokens is None else tokens
+    made: Tokenizer
+    if tokenizer == "bsat":
+        made = BSplineTokenizer(n, degree)
+    else:
+        made = PatchTokenizer(n) if tokenizer == "patchtst" else DownsampleTokenizer(n)
+    settings: dict[str, Any] = {
+        "encoding": encoding,
+        "head": head,
+        "max_epochs": epochs,
+        "seed": seed,
+        "gaps": gaps,
+        "freq": freq,
+        "drop_short": drop_short,
+        "device": device,
+        "verbose": verbose,
+    }
+    Forecaster(horizon, lookback, made, **settings)  # what is wrong with the options is told before the file is read
+    table, columns = read_frame(file, id_col=id_col, time_col=time_col, target_col=target_col)
+    return Forecaster(horizon, lookback, made, **settings, **columns), table  # type: ignore[arg-type]
+
+
+def print_json(content: dict[str, Any]) -> None:
+    """One object on one line; numbers that are not finite become null, which JSON can say."""
+    import json
+    import math
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {str(k): plain(v) for k, v in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [plain(v) for v in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    print(json.dumps(plain(content)))
+
+
+def to_records(table: pd.DataFrame) -> list[dict[str, Any]]:
+    """Rows as dictionaries, stamps in ISO format."""
+    shown = table.copy()
+    for name in shown.columns:
+        if hasattr(shown[name], "dt"):
+            shown[name] = [stamp.isoformat() for stamp in shown[name]]
+    return shown.to_dict("records")  # type: ignore[return-value]
+
+
+def check_output(path: Path, source: Path | None) -> None:
     """Before any work: can the table be written there?"""
-    if path.resolve() == source.resolve():
+    if source is not None and path.resolve() == source.resolve():
         raise ValueError(f"--out must not be the file that is read; got {path}. Choose another name.")
     if path.suffix.lower() not in (".parquet", ".csv"):
         raise ValueError(f"--out must end in .parquet or .csv; got {path.name!r}. Rename it.")
@@ -163,12 +441,21 @@ def check_output(path: Path, source: Path) -> None:
         raise ValueError(f"--out needs an existing folder; {path.parent} is none. Create it first.")
 
 
+def write_table(table: pd.DataFrame, path: Path) -> None:
+    """A .parquet or .csv, whole or not at all."""
+    from .atomic import replacing
+
+    with replacing(path) as temporary:
+        if path.suffix.lower() == ".parquet":
+            table.to_parquet(temporary, index=False)
+        else:
+            table.to_csv(temporary, index=False)
+
+
 def write_tokens(tokens: Any, starts: Any, path: Path) -> None:
     """A long table: window, start (its first sample), token, coefficient, center, left and right end of its support."""
     import numpy as np
     import pandas as pd
-
-    from .atomic import replacing
 
     W, n = tokens.coefficients.shape
     p = tokens.degree
@@ -183,18 +470,14 @@ def write_tokens(tokens: Any, starts: Any, path: Path) -> None:
             "right": tokens.knots[:, p + 1 :].reshape(-1),
         }
     )
-    with replacing(path) as temporary:
-        if path.suffix.lower() == ".parquet":
-            table.to_parquet(temporary, index=False)
-        else:
-            table.to_csv(temporary, index=False)
+    write_table(table, path)
 
 
 def main() -> None:
     """Errors of the user's are one line and exit code 2; a traceback only with --debug."""
     try:
         app()
-    except (ValueError, TypeError, OSError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError) as error:
         if "--debug" in sys.argv:
             raise
         print(f"bsat: {error}", file=sys.stderr)

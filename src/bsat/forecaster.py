@@ -411,7 +411,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         L = self.lookback
         windows = panel.values[(panel.offsets[1:, None] - L) + np.arange(L)]
         mean, deviation = self._scaling(panel)
-        scaled = (windows - mean[:, None]) / deviation[:, None]
+        # Rounded as in training: a rounding error in a sample moves knots by its p-th root, so the same tokens matter.
+        scaled = ((windows - mean[:, None]) / deviation[:, None]).astype(np.float32).astype(np.float64)
         self._check_observed(panel, scaled)
         forecast = self._run_exact(scaled)
         columns = {self.name: forecast * deviation[:, None] + mean[:, None]}
@@ -495,7 +496,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         check_finite(given, "windows", way="Fill the gaps first, or use predict() with gaps='fit'.")
         network = self.network_
         device = next(network.parameters()).device
-        past = torch.as_tensor(given).to(device, torch.float64 if device.type != "mps" else torch.float32)
+        past = given if isinstance(given, Tensor) else torch.from_numpy(np.array(given))
+        past = past.to(device, torch.float64 if device.type != "mps" else torch.float32)
         if ids is not None or len(self._rows) == 1:
             keys = list(ids) if ids is not None else list(self._rows) * len(given)
             unknown = [key for key in keys if key not in self._rows]
@@ -586,6 +588,11 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         return type(self)(**self.get_params())
 
     # ------------------------------------------------------------------------------------------------- save and load
+
+    @staticmethod
+    def clear_checkpoint(folder: os.PathLike[str] | str) -> None:
+        """Delete the state of a training that `fit` kept in a folder."""
+        Checkpoint(folder, "", resume=False).clear()
 
     def save(self, folder: os.PathLike[str] | str) -> None:
         """Into a folder: `config.json` and `model.safetensors`. Nothing is pickled."""

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .tokens.pictures import ACCENT, CURVE, INK, QUIET, add_legend, check_format, new_figure, save
 from .train import History
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 
 def draw_forecast(
@@ -51,12 +54,7 @@ def draw_forecast(
     axes.set_ylabel(unit)
     axes.margins(x=0.01)
     axes.set_title(title, loc="left", fontsize=10)
-    if hasattr(future, "tz_localize"):
-        from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
-
-        locator = AutoDateLocator()
-        axes.xaxis.set_major_locator(locator)
-        axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))
+    _date_axis(axes, future)
     add_legend(axes)
     save(figure, path)
 
@@ -86,3 +84,39 @@ def draw_bases(path: os.PathLike[str] | str, history: History, title: str = "") 
     axes.set_title(title, loc="left", fontsize=10)
     add_legend(axes)
     save(figure, path)
+
+
+def draw_cutoffs(
+    path: os.PathLike[str] | str, table: pd.DataFrame, time_col: str, name: str, levels: list[str], title: str
+) -> None:
+    """A backtest of one series: what came, and the forecast of every cutoff."""
+    figure = new_figure(9, 3.8)
+    axes = figure.subplots()
+    truth = table.drop_duplicates(time_col).sort_values(time_col)
+    axes.plot(truth[time_col], truth["y"], color=INK, lw=0.9, label="what came")
+    for i, (cutoff, part) in enumerate(table.groupby("cutoff", sort=True)):
+        for level in sorted(levels, key=float, reverse=True):
+            low, high = part[f"{name}-lo-{level}"], part[f"{name}-hi-{level}"]
+            label = f"{level} %" if i == 0 else None
+            axes.fill_between(part[time_col], low, high, color=CURVE, alpha=0.14, lw=0, label=label)
+        axes.plot(
+            part[time_col], part[name], color=CURVE if i % 2 == 0 else ACCENT, lw=1.4, label=name if i == 0 else None
+        )
+        axes.axvline(cutoff, color=QUIET, lw=0.8, ls=":", label="cutoff" if i == 0 else None)  # type: ignore[arg-type]
+    axes.set_ylabel("y")
+    axes.margins(x=0.01)
+    axes.set_title(title, loc="left", fontsize=10)
+    _date_axis(axes, truth[time_col])
+    add_legend(axes)
+    save(figure, path)
+
+
+def _date_axis(axes: Any, stamps: Any) -> None:
+    """Dates without repeating the year at every tick."""
+    if not (hasattr(stamps, "dt") or hasattr(stamps, "tz_localize")):
+        return
+    from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
+
+    locator = AutoDateLocator()
+    axes.xaxis.set_major_locator(locator)
+    axes.xaxis.set_major_formatter(ConciseDateFormatter(locator))

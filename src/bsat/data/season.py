@@ -5,8 +5,9 @@ from __future__ import annotations
 import pandas as pd
 from pandas.tseries.frequencies import to_offset
 
-CALENDAR = {"W": 52, "B": 5, "M": 12, "Q": 4}
-"""Steps in a year (a week, for business days), by the first letter of the frequency."""
+DAY, WEEK = pd.Timedelta(days=1), pd.Timedelta(days=7)
+CALENDAR = {"W": 52, "B": 5, "ME": 12, "MS": 12, "WOM": 12, "LWOM": 12, "QE": 4, "QS": 4}
+"""Steps in a year (a week, for business days), by pandas' alias."""
 
 
 def season_of(freq: str | int) -> int | None:
@@ -19,13 +20,14 @@ def season_of(freq: str | int) -> int | None:
     offset = to_offset(freq)
     if offset is None:
         return None
-    if isinstance(offset, pd.offsets.Day):
-        return 7 if offset.n == 1 else None
-    if isinstance(offset, pd.offsets.Tick):
-        step, day = pd.Timedelta(offset), pd.Timedelta(days=1)
-        return int(day / step) if day % step == pd.Timedelta(0) and step < day else None
-    letters = offset.freqstr.lstrip("0123456789")
-    season = CALENDAR.get("B" if letters == "B" else letters[:1]) if not letters.startswith("BH") else None
-    if letters.startswith("B") and letters != "B":
-        season = CALENDAR.get(letters[1:2])  # BME, BQS: the business days that end or begin months and quarters
-    return season // offset.n if season is not None and season % offset.n == 0 and season > offset.n else None
+    if isinstance(offset, (pd.offsets.Day, pd.offsets.Tick)):
+        step = pd.Timedelta(days=offset.n) if isinstance(offset, pd.offsets.Day) else pd.Timedelta(offset)
+        if step % DAY:
+            return DAY // step if not DAY % step else None
+        unit, season = (WEEK, CALENDAR["W"]) if not step % WEEK else (DAY, 7)  # weeks may come as "7D"
+        steps = step // unit
+    else:
+        alias = offset.freqstr.lstrip("0123456789").split("-")[0]
+        # BME, BQS: the business days that end or begin months and quarters
+        season, steps = CALENDAR.get(alias) or CALENDAR.get(alias.removeprefix("B"), 0), offset.n
+    return season // steps if season % steps == 0 and season > steps else None

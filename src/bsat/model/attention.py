@@ -31,13 +31,14 @@ class Attention(nn.Module):
         """x (B, n, d), positions (B, n) or (n,) and the scores (B h, n, n) of the layer before to x and scores."""
         B, n, d = x.shape
         h, k = self.n_heads, d // self.n_heads
-        qkv = self.to_qkv(x).view(B, n, 3, h, k)
-        q, key, v = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # (B, h, n, k) each
-        q = q * k**-0.5
+        qk, v = self.to_qkv(x).split([2 * d, d], -1)
+        # Within queries and keys, the first halves of all heads come first: long rows turn quicker than short ones.
         if self.rotary is not None:
-            cos, sin = (a.unsqueeze(-3) for a in self.rotary(positions))  # (B, 1, n, k/2) or (1, n, k/2)
-            q, key = rotate(q, cos, sin), rotate(key, cos, sin)
-        q, key, v = (a.reshape(B * h, n, k) for a in (q, key, v))
+            angles = self.rotary(positions).tile(h).unsqueeze(-2)  # (B, n, 1, d/2) or (n, 1, d/2)
+            qk = rotate(qk.view(B, n, 2, d), angles)
+        q, key = qk.reshape(B, n, 2, 2, h, k // 2).permute(2, 0, 4, 1, 3, 5).reshape(2, B * h, n, k).unbind(0)
+        v = v.reshape(B, n, h, k).transpose(1, 2).reshape(B * h, n, k)
+        key = key * k**-0.5
         scores = q @ key.mT if scores is None else torch.baddbmm(scores, q, key.mT)
         mixed = self.dropout(scores.softmax(-1)) @ v  # (B h, n, k)
         return self.to_out(mixed.view(B, h, n, k).transpose(1, 2).reshape(B, n, d)), scores

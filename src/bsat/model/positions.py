@@ -4,6 +4,7 @@ Non-Uniform Tokens")."""
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -53,13 +54,43 @@ class RotaryPositions(nn.Module):
             self.register_buffer("log_base", start, persistent=False)
         self.register_buffer("exponents", torch.arange(0, head_width, 2) / -head_width, persistent=False)
 
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions (B, n) or (n,), in samples, to cosines and sines (B, n, k/2) or (n, k/2)."""
-        angles = positions.unsqueeze(-1) * (self.log_base * self.exponents).exp()
-        return angles.cos(), angles.sin()
+    def forward(self, positions: Tensor) -> Tensor:
+        """Positions (B, n) or (n,), in samples, to angles (B, n, k/2) or (n, k/2)."""
+        return positions.unsqueeze(-1) * (self.log_base * self.exponents).exp()
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs of x (..., k)."""
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turn the pairs of x (..., k) by angles (..., k/2) that broadcast to it."""
+    return _Rotate.apply(x, angles)
+
+
+class _Rotate(torch.autograd.Function):
+    """(a, b) -> (a cos - b sin, a sin + b cos). The gradient in x is turned back; that in the angle is along the output
+    turned by a right angle. Written out, because autograd would keep and multiply twice as many tensors."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, angles: Tensor) -> Tensor:
+        cos, sin = angles.cos(), angles.sin()
+        out = _turn(x, cos, sin)
+        ctx.save_for_backward(out, cos, sin)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None]:
+        out, cos, sin = ctx.saved_tensors
+        towards = None
+        if ctx.needs_input_grad[1]:
+            (a, b), (da, db) = out.chunk(2, -1), grad.chunk(2, -1)
+            towards = torch.addcmul(db * a, da, b, value=-1).sum_to_size(cos.shape)
+        return _turn(grad, cos, -sin), towards
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     a, b = x.chunk(2, -1)
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], -1)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    first, second = out.chunk(2, -1)
+    torch.mul(a, cos, out=first)
+    first.addcmul_(b, sin, value=-1)
+    torch.mul(a, sin, out=second)
+    second.addcmul_(b, cos)
+    return out

@@ -56,7 +56,8 @@ class TrainConfig:
             if isinstance(value, bool) or not isinstance(value, (int, float)):
                 raise TypeError(f"`{name}` must be a number; got {value!r}. Pass a float.")
             if not (math.isfinite(value) and value >= 0) or (name == "learning_rate" and value == 0):
-                raise ValueError(f"`{name}` must be positive and finite; got {value}. Pass e.g. 1e-3.")
+                rule = "positive" if name == "learning_rate" else "at least 0"
+                raise ValueError(f"`{name}` must be {rule} and finite; got {value}. Pass e.g. 1e-3.")
 
     @classmethod
     def names(cls) -> tuple[str, ...]:

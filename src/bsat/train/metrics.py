@@ -46,7 +46,7 @@ class Tally:
         error = torch.where(seen, forecast - truth, 0)
         size = (forecast * deviation + mean).abs() + (truth * deviation + mean).abs()
         in_unit = error * deviation
-        relative = torch.where(seen & (size > 0), in_unit.abs() / size, 0)
+        relative = torch.where(seen & (size != 0), in_unit.abs() / size, 0)  # a forecast of NaN scores NaN
         parts = [in_unit.square().sum(), in_unit.abs().sum(), relative.sum(), error.square().sum(), seen.sum()]
         self.sums += torch.stack([p.double() for p in parts]).cpu()
         self.windows += len(truth)

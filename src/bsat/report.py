@@ -1,0 +1,157 @@
+"""What the commands show of a forecaster: tables of scores and pictures of forecasts."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from .forecaster import Forecaster
+from .pictures import draw_forecast
+from .train import Scores
+
+NAIVE = ("last value", "seasonal naive")
+
+
+def format_scores(forecasters: Mapping[str, Forecaster]) -> str:
+    """A table of the test fold's scores, the naive forecasts below, the best of each column starred."""
+    rows: dict[str, Scores] = {}
+    for name, forecaster in forecasters.items():
+        scores = forecaster.scores_["test"]
+        if scores is not None:
+            rows[name] = scores
+    if not rows:
+        return "no test fold, so no test scores (validation scores are in the model's config.json)"
+    any_one = next(iter(forecasters.values()))
+    rows |= {name: s for name in NAIVE if (s := any_one.scores_.get(name)) is not None}
+    columns = ("rmse", "mae", "smape")
+    least = {c: min(getattr(s, c) for s in rows.values()) for c in columns}
+    width = max(map(len, rows)) + 2
+    lines = [f"{'test fold':{width}}{'RMSE':>11}{'MAE':>11}{'SMAPE':>11}"]
+    for name, scores in rows.items():
+        cells = []
+        for c in columns:
+            value = getattr(scores, c)
+            text = f"{value:.1f} %" if c == "smape" else f"{value:.4g}"
+            cells.append(f"{text + ('*' if value == least[c] else ' '):>11}")
+        lines.append(f"{name:{width}}{''.join(cells)}")
+    lines.append(f"{next(iter(rows.values())).windows:,} windows; * is best")
+    return "\n".join(lines)
+
+
+def scores_dict(forecaster: Forecaster) -> dict[str, Any]:
+    """For JSON."""
+    return {
+        "name": forecaster.name,
+        "scores": {name: None if s is None else s.to_dict() for name, s in forecaster.scores_.items()},
+        "epochs": len(forecaster.history_.epochs),
+        "best_epoch": forecaster.history_.best_epoch,
+        "stopped": forecaster.history_.stopped,
+        "parameters": sum(p.numel() for p in forecaster.network_.parameters()),
+    }
+
+
+def draw_last_window(
+    forecaster: Forecaster, table: Any, path: os.PathLike[str] | str, level: Sequence[float] = (80, 95), unit: str = ""
+) -> None:
+    """The forecast of the last `horizon` samples of the first series, beside what came."""
+    panel = forecaster._to_panel(table)
+    keep = panel.lengths >= forecaster.lookback + forecaster.horizon
+    panel = panel.select(keep & (np.arange(len(panel)) == int(keep.argmax())))
+    before = panel.cut(panel.lengths - forecaster.horizon)
+    truth = panel.values[-forecaster.horizon :]
+    _draw(forecaster, before, path, level, truth, unit)
+
+
+def draw_future(forecaster: Forecaster, table: Any, path: os.PathLike[str] | str, level: Sequence[float]) -> None:
+    """The forecast beyond the end of the first series."""
+    panel = forecaster._tail if table is None else forecaster._to_panel(table)
+    _draw(forecaster, panel.select(np.arange(len(panel)) == 0), path, level, None, "")
+
+
+def _draw(
+    forecaster: Forecaster,
+    before: Any,
+    path: os.PathLike[str] | str,
+    level: Sequence[float],
+    truth: np.ndarray | None,
+    unit: str,
+) -> None:
+    levels = possible_levels(forecaster, level)
+    columns = {name: a[0] for name, a in forecaster._intervals(before, levels).items()}
+    name = forecaster.name
+    shown = min(len(before.values), max(forecaster.lookback // 2, forecaster.horizon))
+    channel = f" / {before.channels[0]}" if before.channels else ""
+    draw_forecast(
+        path,
+        past=(before.stamps(0, len(before.values) - shown, shown), before.values[-shown:]),
+        future=before.future(forecaster.horizon),
+        forecasts={name: columns[name]},
+        bands={v: (columns[f"{name}-lo-{v:g}"], columns[f"{name}-hi-{v:g}"]) for v in levels},
+        truth=truth,
+        title=f"{before.ids[0]}{channel}: {forecaster.horizon} steps ahead from {forecaster.lookback} samples "
+        f"as {forecaster.tokenizer.n_tokens} tokens",
+        unit=unit or str(before.channels[0] if before.channels else forecaster.target_col),
+    )
+
+
+def possible_levels(forecaster: Forecaster, level: Sequence[float]) -> list[float]:
+    """Those that the number of calibration windows allows."""
+    K = len(forecaster.conformal_)
+    return [float(v) for v in level if math.ceil((K + 1) * v / 100 - 1e-9) <= K]
+
+
+def backtest_scores(forecaster: Forecaster, result: pd.DataFrame) -> dict[str, Any]:
+    """Scores per cutoff and over all, and the coverage of each interval."""
+    name = forecaster.name
+    levels = [c.removeprefix(f"{name}-lo-") for c in result.columns if c.startswith(f"{name}-lo-")]
+
+    def score(part: pd.DataFrame) -> dict[str, float]:
+        seen = part[part["y"].notna()]
+        error = (seen[name] - seen["y"]).to_numpy()
+        size = (seen[name].abs() + seen["y"].abs()).to_numpy()
+        relative = np.divide(np.abs(error), size, out=np.zeros_like(error), where=size > 0)
+        out = {
+            "rmse": float(np.sqrt(np.mean(error**2))),
+            "mae": float(np.mean(np.abs(error))),
+            "smape": float(200 * np.mean(relative)),
+        }
+        for v in levels:
+            inside = (seen["y"] >= seen[f"{name}-lo-{v}"]) & (seen["y"] <= seen[f"{name}-hi-{v}"])
+            out[f"coverage-{v}"] = float(inside.mean())
+        return out
+
+    cutoffs = {str(cutoff): score(part) for cutoff, part in result.groupby("cutoff", sort=True)}
+    return {"name": name, "all": score(result), "cutoffs": cutoffs}
+
+
+def format_backtest(scores: Mapping[str, Any]) -> str:
+    """A table, one line a cutoff."""
+    names = list(scores["all"])
+    titles = [n.upper() if "-" not in n else f"in {n.split('-', 1)[1]} %" for n in names]
+    lines = [f"{'cutoff':22}" + "".join(f"{t:>12}" for t in titles)]
+    for cutoff, row in [*scores["cutoffs"].items(), ("all", scores["all"])]:
+        cells = (
+            f"{v:.1f} %" if n == "smape" else f"{100 * v:.1f} %" if "-" in n else f"{v:.4g}" for n, v in row.items()
+        )
+        lines.append(f"{cutoff:22}" + "".join(f"{c:>12}" for c in cells))
+    return "\n".join(lines)
+
+
+def draw_backtest(forecaster: Forecaster, result: pd.DataFrame, path: os.PathLike[str] | str) -> None:
+    """The first series: truth and the forecasts of all cutoffs."""
+    from .pictures import draw_cutoffs
+
+    name = forecaster.name
+    keys = [k for k in (forecaster.id_col, "channel") if k in result.columns]
+    first = result
+    for key in keys:
+        first = first[first[key] == first[key].iloc[0]]
+    levels = [c.removeprefix(f"{name}-lo-") for c in first.columns if c.startswith(f"{name}-lo-")]
+    title = " / ".join(str(first[key].iloc[0]) for key in keys) or str(forecaster.target_col)
+    draw_cutoffs(Path(path), first, forecaster.time_col, name, levels, f"{title}: forecasts from moving cutoffs")
