@@ -1,6 +1,10 @@
 """Signals that the tests share: windows like those of real series, and windows made to hurt."""
 
 import numpy as np
+import torch
+
+# Networks this small gain nothing from a second thread, and on a busy machine every operation would wait for it.
+torch.set_num_threads(1)
 
 L = 240
 

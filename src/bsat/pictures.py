@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,9 +43,10 @@ def draw_forecast(
     axes.plot(*past, color=INK, lw=0.9, label="past")
     if truth is not None:
         axes.plot(future, truth, color=INK, lw=0.9, ls=":", label="what came")
+    shade = _shades(bands or {})
     for level in sorted(bands or {}, reverse=True):
         low, high = (bands or {})[level]
-        axes.fill_between(future, low, high, color=CURVE, alpha=0.14, lw=0, label=f"{level:g} %")
+        axes.fill_between(future, low, high, color=shade[level], lw=0, label=f"{level:g} %")
     colors = (CURVE, ACCENT, QUIET)
     for i, (name, values) in reversed(list(enumerate(forecasts.items()))):
         axes.plot(
@@ -53,7 +54,7 @@ def draw_forecast(
         )
     axes.set_ylabel(unit)
     axes.margins(x=0.01)
-    axes.set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, fontsize=11)
     _date_axis(axes, future)
     add_legend(axes)
     save(figure, path)
@@ -81,7 +82,7 @@ def draw_bases(path: os.PathLike[str] | str, history: History, title: str = "") 
     axes.set_ylabel("base")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, fontsize=11)
     add_legend(axes)
     save(figure, path)
 
@@ -94,21 +95,29 @@ def draw_cutoffs(
     axes = figure.subplots()
     truth = table.drop_duplicates(time_col).sort_values(time_col)
     axes.plot(truth[time_col], truth["y"], color=INK, lw=0.9, label="what came")
+    shade = _shades([float(level) for level in levels])
     for i, (cutoff, part) in enumerate(table.groupby("cutoff", sort=True)):
         for level in sorted(levels, key=float, reverse=True):
             low, high = part[f"{name}-lo-{level}"], part[f"{name}-hi-{level}"]
             label = f"{level} %" if i == 0 else None
-            axes.fill_between(part[time_col], low, high, color=CURVE, alpha=0.14, lw=0, label=label)
+            axes.fill_between(part[time_col], low, high, color=shade[float(level)], lw=0, label=label)
         axes.plot(
             part[time_col], part[name], color=CURVE if i % 2 == 0 else ACCENT, lw=1.4, label=name if i == 0 else None
         )
         axes.axvline(cutoff, color=QUIET, lw=0.8, ls=":", label="cutoff" if i == 0 else None)  # type: ignore[arg-type]
     axes.set_ylabel("y")
     axes.margins(x=0.01)
-    axes.set_title(title, loc="left", fontsize=10)
+    figure.suptitle(title, fontsize=11)
     _date_axis(axes, truth[time_col])
     add_legend(axes)
     save(figure, path)
+
+
+def _shades(levels: Iterable[float]) -> dict[float, tuple[float, ...]]:
+    """The wider the band, the paler; opaque, so that the legend shows what the picture does."""
+    ordered = sorted(levels)
+    pale = [0.66 + 0.22 * (i + 1) / len(ordered) for i in range(len(ordered))]
+    return {v: tuple(p + (1 - p) * c for c in (0.12, 0.37, 0.66)) for v, p in zip(ordered, pale, strict=True)}
 
 
 def _date_axis(axes: Any, stamps: Any) -> None:

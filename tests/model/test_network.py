@@ -197,6 +197,19 @@ def test_every_dropout_is_on_in_training_and_off_otherwise(part):
     assert torch.equal(*two_passes(make_network(**OFF).train()))
 
 
+def test_where_dropout_is():
+    """After the embedding, on what attention and feed-forward add, inside the latter, and on the attention weights."""
+    network, (values, positions, _) = make_network(), make_inputs()
+    dropped = []
+    for module in network.modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(lambda module, args, result: dropped.append((module.p, tuple(result.shape))))
+    network(values, positions)
+    stream, c = (4, N, D), NetworkConfig()
+    layer = [(c.attention_dropout, (4 * HEADS, N, N)), (c.dropout, stream), (c.ff_dropout, (4, N, 2 * D))]
+    assert dropped == [(c.dropout, stream), *[*layer, (c.dropout, stream)] * LAYERS]
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
 
 

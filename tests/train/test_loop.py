@@ -552,6 +552,22 @@ def test_a_finished_training_resumes_into_itself_or_goes_on(tmp_path):
     assert same(weights(longer.network), weights(whole.network))
 
 
+def test_a_checkpoint_holds_the_best_weights_beside_the_last(tmp_path, monkeypatch):
+    scripted(monkeypatch, [1, 2, 3])
+    one, two = make_case(), make_case(seed=5)
+    report, kept = snapshots(one)
+    fit(one, report, Checkpoint(tmp_path, "same", resume=False), max_epochs=3)
+    report, later = snapshots(two)
+    history = fit(two, report, Checkpoint(tmp_path, "same", resume=True), max_epochs=4)
+    assert history.best_epoch == 0
+    assert same(weights(two.network), kept[0])
+    assert len(later) == 1
+    whole = make_case()
+    report, kept = snapshots(whole)
+    fit(whole, report, max_epochs=4)
+    assert same(later[0], kept[3])  # it went on from the last ones
+
+
 def test_without_resume_a_checkpoint_is_overwritten(tmp_path):
     fit(make_case(seed=3), checkpoint=Checkpoint(tmp_path, "other", resume=False), max_epochs=1)
     case, whole = make_case(), make_case()

@@ -228,18 +228,9 @@ SETTINGS = {
     "gaps, window norm": (bsat.BSplineTokenizer(N), {"norm": "window", "gaps": True}),
     "gaps, detail": (bsat.BSplineTokenizer(N, detail=3), {"gaps": True}),
 }
-ROUNDED = (
-    "tokens.bspline._interpolate rounds the detail of a whole window otherwise if another one of its batch has gaps"
-)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        n if n != "gaps, detail" else pytest.param(n, marks=pytest.mark.xfail(strict=True, reason=ROUNDED))
-        for n in SETTINGS
-    ],
-)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_kept_tokens_are_those_made_batch_by_batch(name, monkeypatch):
     monkeypatch.setattr(batches_room, "CHUNK", 37)  # several of them, and a rest
     tokenizer, choices = SETTINGS[name]

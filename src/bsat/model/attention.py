@@ -36,7 +36,8 @@ class Attention(nn.Module):
         if self.rotary is not None:
             angles = self.rotary(positions).tile(h).unsqueeze(-2)  # (B, n, 1, d/2) or (n, 1, d/2)
             qk = rotate(qk.view(B, n, 2, d), angles)
-        q, key = qk.reshape(B, n, 2, 2, h, k // 2).permute(2, 0, 4, 1, 3, 5).reshape(2, B * h, n, k).unbind(0)
+        halves = 2 - k % 2  # an odd head has none, and no positions to turn by
+        q, key = qk.reshape(B, n, 2, halves, h, k // halves).permute(2, 0, 4, 1, 3, 5).reshape(2, B * h, n, k).unbind(0)
         v = v.reshape(B, n, h, k).transpose(1, 2).reshape(B * h, n, k)
         key = key * k**-0.5
         scores = q @ key.mT if scores is None else torch.baddbmm(scores, q, key.mT)

@@ -503,11 +503,13 @@ def _interpolate(at: np.ndarray, rows: np.ndarray, x: np.ndarray | None, missing
         share = at - left
         low = np.take_along_axis(rows, left, 1)
         return low + share * (np.take_along_axis(rows, left + 1, 1) - low)
-    if x is None:
-        x = np.arange(rows.shape[1], dtype=float)
-    grid = np.broadcast_to(x, rows.shape)
+    grid = np.broadcast_to(np.arange(rows.shape[1], dtype=float) if x is None else x, rows.shape)
     keep = np.ones(rows.shape, bool) if missing is None else ~missing
-    return np.stack([np.interp(a, g[k], r[k]) for a, g, r, k in zip(at, grid, rows, keep, strict=True)])
+    out = np.stack([np.interp(a, g[k], r[k]) for a, g, r, k in zip(at, grid, rows, keep, strict=True)])
+    whole = keep.all(1)
+    if x is None and whole.any():  # a complete window gets the detail that it would get alone
+        out[whole] = _interpolate(at[whole], rows[whole], None, None)
+    return out
 
 
 def _interpolate_tensor(at: Any, rows: Any, x: Any, missing: Any) -> Any:
