@@ -1,13 +1,19 @@
 """The command line, as a user calls it."""
 
+import io
+import json
+import os
+import re
+import signal
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from bsat import BSplineTokenizer, __version__
+from bsat import BSplineTokenizer, Forecaster, __version__
 from bsat.cli import main
 from conftest import make_signals
 
@@ -111,11 +117,145 @@ def test_debug_shows_the_traceback(bsat, monkeypatch):
         main()
 
 
-def test_demo(bsat, tmp_path):
-    code, said, _ = bsat("demo", "--out", "pictures")
+def test_demo(bsat, tmp_path, monkeypatch):
+    monkeypatch.setattr("bsat.demo.SETTINGS", {"head": "spline", "max_epochs": 1, "epoch_windows": 128, "d_model": 8})
+    code, said, err = bsat("demo", "--out", "there")
     assert code == 0
     assert "35,040 samples" in said
-    assert sorted(p.name for p in (tmp_path / "pictures").iterdir()) == ["diagnosis.png", "tokens.png"]
+    for name in ("BSAT", "PatchTST", "UDS", "last value", "seasonal naive"):
+        assert re.search(rf"^{name} +\d", said, re.M), name
+    assert "memory about" in err  # told before the training
+    there = tmp_path / "there"
+    assert sorted(p.name for p in there.iterdir()) == ["bases.png", "forecast.png", "model", "tokens.png"]
+    assert [p.name for p in tmp_path.iterdir()] == ["there"]
+    assert len(Forecaster.load(there / "model").predict(level=[80])) == 192
+
+
+SMALL = ("--horizon", 12, "--lookback", 48, "--tokens", 10, "--epochs", 2, "--quiet")
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Three days of an hourly load, twenty times over, as people have it: wide names, no id."""
+    y = make_signals(600, 1)["transformer"][0]
+    table = pd.DataFrame({"date": pd.date_range("2026-01-01", periods=600, freq="h"), "OT": y, "note": "x"})
+    table.to_csv(tmp_path / "load.csv", index=False)
+    return table
+
+
+def test_fit_predict_backtest(bsat, load, tmp_path):
+    code, said, err = bsat("fit", "load.csv", "--out", "model", *SMALL)
+    assert (code, err) == (0, "")
+    assert re.search(r"^BSAT +[\d.]+", said, re.M)
+    assert "seasonal naive" in said
+    assert sorted(p.name for p in (tmp_path / "model").iterdir()) == [
+        "config.json",
+        "forecast.png",
+        "model.safetensors",
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["load.csv", "model"]
+
+    code, said, _ = bsat("predict", "model", "--level", 80, "--level", 50)
+    assert code == 0
+    printed = pd.read_csv(io.StringIO(said))
+    assert list(printed) == ["date", "BSAT", "BSAT-lo-50", "BSAT-hi-50", "BSAT-lo-80", "BSAT-hi-80"]
+    assert len(printed) == 12
+    assert printed["date"].iloc[0] == str(load["date"].iloc[-1] + pd.Timedelta("1h"))
+
+    _, said, _ = bsat("predict", "model", "load.csv", "--json")
+    records = json.loads(said)["forecasts"]
+    np.testing.assert_array_equal([r["BSAT"] for r in records], printed["BSAT"])
+    assert records[0]["date"] == "2026-01-26T00:00:00"
+
+    code, said, _ = bsat("predict", "model", "load.csv", "--out", "f.parquet", "--plot", "f.png", "--level", 80)
+    assert (code, said.split()) == (0, ["wrote", "f.parquet", "drew", "f.png"])
+    assert len(pd.read_parquet(tmp_path / "f.parquet")) == 12
+    assert (tmp_path / "f.png").stat().st_size > 5000
+
+    code, said, _ = bsat(
+        "backtest", "load.csv", "--model", "model", "--windows", 3, "--level", 80, "--out", "b.csv", "--plot", "b.png"
+    )
+    assert code == 0
+    table = pd.read_csv(tmp_path / "b.csv")
+    assert list(table) == ["date", "cutoff", "y", "BSAT", "BSAT-lo-80", "BSAT-hi-80"]
+    assert len(table) == 36
+    rmse = float(np.sqrt(((table["y"] - table["BSAT"]) ** 2).mean()))
+    assert f"{rmse:.4g}" in said.splitlines()[4]
+    _, said, _ = bsat("backtest", "load.csv", "--model", "model", "--windows", 3, "--json", "--level", 80)
+    found = json.loads(said)
+    assert found["all"]["rmse"] == pytest.approx(rmse, rel=1e-6)
+    assert 0 <= found["all"]["coverage-80"] <= 1
+    assert len(found["cutoffs"]) == 3
+
+
+def test_backtest_trains_without_a_model(bsat, load, tmp_path):
+    _, said, err = bsat("backtest", "load.csv", *SMALL, "--windows", 2, "--refit", "--json", "--tokenizer", "uds")
+    assert json.loads(said)["name"] == "UDS"
+    assert err == ""
+    assert [p.name for p in tmp_path.iterdir()] == ["load.csv"]
+
+
+def test_fit_says_json(bsat, load):
+    _, said, err = bsat("fit", "load.csv", "--out", "model", *SMALL, "--json")
+    found = json.loads(said)
+    assert err == ""
+    assert found["epochs"] == 2
+    assert set(found["scores"]) == {"val", "test", "last value", "seasonal naive"}
+    assert found["scores"]["test"]["windows"] == 120 - 60 + 1
+
+
+def test_a_killed_training_is_resumed(bsat, load, tmp_path):
+    """kill -9 in the middle, then --resume: the model of a training never stopped."""
+    words = ["fit", "load.csv", "--out", "model", *map(str, SMALL[:-1]), "--epochs", "40"]
+    whole = [*words]
+    whole[3] = "whole"
+    assert bsat(*whole, "--quiet")[0] == 0
+    child = subprocess.Popen(
+        [sys.executable, "-m", "bsat", *words], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    state = tmp_path / "model" / "training.safetensors"
+    while child.poll() is None and not state.exists():
+        time.sleep(0.005)
+    child.kill()
+    child.communicate()
+    assert child.returncode == -signal.SIGKILL
+    assert state.exists()
+    assert not (tmp_path / "model" / "config.json").exists()
+    code, _, err = bsat(*words, "--quiet", "--resume", "--seed", 1)
+    assert code == 2
+    assert "other settings" in err
+    assert bsat(*words, "--quiet", "--resume")[0] == 0
+    assert not state.exists()
+    resumed, never = (Forecaster.load(tmp_path / name) for name in ("model", "whole"))
+    pd.testing.assert_frame_equal(resumed.predict(level=[80]), never.predict(level=[80]), check_exact=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "match"),
+    [
+        (["fit", "nowhere.csv", "--out", "m"], "does not exist"),
+        (["fit", "load.csv", "--out", "load.csv"], "is a file"),
+        (["fit", "load.csv", "--out", "m", "--horizon", "0"], "`horizon` must be at least 1"),
+        (["fit", "load.csv", "--out", "m", "--encoding", "sinus"], "`encoding` must be one of"),
+        (["fit", "load.csv", "--out", "m", "--tokenizer", "bpe"], "--tokenizer` must be one of"),
+        (["fit", "load.csv", "--out", "m", "--target-col", "note"], "must hold numbers"),
+        (["fit", "load.csv", "--out", "m", "--target-col", "T"], "--target-col must name a column"),
+        (["fit", "load.csv", "--out", "m"], "lookback + horizon = 912"),
+        (["fit", "load.csv", "--out", "m", "--device", "cuda:99"], "CUDA"),
+        (["predict", "nowhere"], "does not exist"),
+        (["predict", "."], "config.json"),
+        (["backtest", "load.csv", "--windows", "0"], "n_windows"),
+        (["backtest", "load.csv", "--plot", "b.gif"], "must end in"),
+    ],
+)
+def test_mistakes_with_forecasts(bsat, load, tmp_path, words, match):
+    code, _, err = bsat(*words)
+    assert code == 2
+    assert err.startswith("bsat: ")
+    assert match in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "m" / "config.json").exists()
 
 
 def test_cache(bsat, series, tmp_path):
