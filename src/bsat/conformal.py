@@ -55,9 +55,13 @@ def half_widths(scores: np.ndarray, levels: Sequence[float]) -> np.ndarray:
     K = len(scores)
     ranks = [math.ceil((K + 1) * level / 100 - 1e-9) for level in levels]
     if ranks and max(ranks) > K:
-        worst = levels[int(np.argmax(ranks))]
+        worst = max(levels)
+        least = math.ceil(worst / (100 - worst) - 1e-6)
+        way = "Lower the level" + (
+            ", or give `fit` more data." if least <= MOST else f": of {MOST:,} that are kept, no more can be told."
+        )
         raise ValueError(
-            f"`level` must leave room above it: {worst:g} % needs {math.ceil(worst / (100 - worst))} validation "
-            f"windows or more, and there are {K}. Lower the level, or give `fit` more data."
+            f"`level` must leave room above it: {worst:g} % needs {least} validation windows or more, and there are "
+            f"{K}. {way}"
         )
     return scores[np.array(ranks, int) - 1]

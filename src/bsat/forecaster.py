@@ -22,7 +22,7 @@ from . import storage
 from .conformal import MOST, check_levels, half_widths, local_deviation, sorted_scores
 from .data import season_of
 from .data.folds import FOLDS, SHARES, check_shares, fold_edges
-from .data.frames import Panel, kind_of, make_frame, to_panel
+from .data.frames import Panel, kind_of, make_frame, stack_level, to_panel
 from .data.windows import Windows, fit_scaling, make_windows
 from .model import Network, NetworkConfig, build_network
 from .progress import TrainingBar
@@ -123,7 +123,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"`gaps` must be 'error' or 'fill' with {type(tokenizer).__name__}, which needs complete windows; "
                 f"got 'fit'. Use BSplineTokenizer, which fits what was observed."
             )
-        self.gaps, self.drop_short, self.freq = gaps, bool(drop_short), freq
+        self.gaps, self.drop_short, self.freq = gaps, bool(drop_short), getattr(freq, "freqstr", freq)
         self.id_col, self.time_col = id_col, time_col
         self.target_col = target_col if isinstance(target_col, str) else list(target_col)
         self.device, self.verbose = device, bool(verbose)
@@ -154,18 +154,22 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             checkpoint: a folder where the state of the training is kept after every epoch.
             resume: go on from that state; the result is that of a training never interrupted.
         """
-        panel = self._to_panel(df)
-        return self._fit(panel, self.folds, checkpoint=checkpoint, resume=resume)
+        kind = kind_of(df)
+        panel = self._to_panel(df, self.freq)
+        self._fit(panel, self.folds, checkpoint=checkpoint, resume=resume)
+        self._kind = kind
+        return self
 
-    def _to_panel(self, df: Any) -> Panel:
-        kind_of(df)
+    def _to_panel(self, df: Any, freq: str | int | None) -> Panel:
+        """The frame's series. With gaps="fill" they still have their gaps: what may be filled from what depends on the
+        folds and cutoffs."""
         panel = to_panel(
             df,
             id_col=self.id_col,
             time_col=self.time_col,
             target_col=self.target_col,
-            freq=getattr(self, "freq_", self.freq),
-            gaps=self.gaps,
+            freq=freq,
+            gaps="error" if self.gaps == "error" else "fit",
         )
         low, high = np.nanmin(panel.values), np.nanmax(panel.values)
         if max(-low, high) > LARGEST:
@@ -184,6 +188,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         panel = self._without_short(panel)
         device = _device(self.device)
         edges = fold_edges(panel.lengths, folds)
+        if self.gaps == "fill":
+            panel = panel.filled(edges)
         mean, deviation = fit_scaling(panel.values, panel.offsets, edges[:, 1])
         scaled = panel.values - np.repeat(mean, panel.lengths)
         scaled /= np.repeat(deviation, panel.lengths)
@@ -205,24 +211,22 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 )
         val_windows = val_windows.some(self.train_config.epoch_windows)
 
-        self.tokenizer_ = self._fit_tokenizer(train_windows)
+        tokenizer = self._fit_tokenizer(train_windows)
         with torch.random.fork_rng([]):
             torch.manual_seed(self.train_config.seed)
-            network = build_network(self.network_config, self.tokenizer_, lookback=L, horizon=H)
+            network = build_network(self.network_config, tokenizer, lookback=L, horizon=H)
         network.to(device)
-        all_windows = epoch_steps(len(train_windows), self.train_config) * self.train_config.batch_size >= len(
-            train_windows
-        )
-        token_bytes = bytes_per_window(self.tokenizer_, network, L) * (len(train_windows) + len(val_windows))
-        keep = self.tokenizer_.adaptive and all_windows and token_bytes <= KEPT_TOKENS
+        drawn = self.train_config.epoch_windows or len(train_windows)
+        token_bytes = bytes_per_window(tokenizer, network, L) * (len(train_windows) + len(val_windows))
+        keep = tokenizer.adaptive and len(train_windows) <= drawn and token_bytes <= KEPT_TOKENS
         self._say(self._plan(panel, network, series, train_windows, val_windows, token_bytes if keep else None))
-        train_set = TokenBatches(train_windows, self.tokenizer_, network, keep=keep)
-        val_set = TokenBatches(val_windows, self.tokenizer_, network, keep=keep)
+        train_set = TokenBatches(train_windows, tokenizer, network, keep=keep)
+        val_set = TokenBatches(val_windows, tokenizer, network, keep=keep)
         scaling = torch.from_numpy(mean).to(device), torch.from_numpy(deviation).to(device)
         state = None
         if checkpoint is not None:
             Path(checkpoint).mkdir(parents=True, exist_ok=True)
-            state = Checkpoint(checkpoint, self._fingerprint(panel, folds), resume=resume)
+            state = Checkpoint(checkpoint, self._fingerprint(panel, folds, tokenizer), resume=resume)
         elif resume:
             raise ValueError("`resume` needs the folder of the training to go on with; pass it as `checkpoint`.")
         bar = TrainingBar(
@@ -242,8 +246,10 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 report=bar if self.verbose else None,
                 checkpoint=state,
             )
-        self.history_, self.network_ = history, network
+        # Nothing of an older fit is touched before this one has come so far.
+        self.history_, self.network_, self.tokenizer_ = history, network, tokenizer
         self._exact: Network | None = None
+        self._kind = "pandas"
         self.freq_ = panel.freq
         self.ids_, self.channels_ = panel.ids, panel.channels
         self.mean_, self.deviation_ = mean, deviation
@@ -279,7 +285,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"all {len(panel)} series are shorter than lookback + horizon = {need} samples: {names}. "
                 f"Shorten `lookback` or `horizon`."
             )
-        warnings.warn(f"left out {int(short.sum())} series shorter than {need} samples: {names}.", stacklevel=4)
+        note = f"left out {int(short.sum())} series shorter than {need} samples: {names}."
+        warnings.warn(note, stacklevel=stack_level())
         return panel.select(~short)
 
     def _fit_tokenizer(self, windows: Windows) -> Tokenizer:
@@ -296,11 +303,11 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             tokenizer.fit(some.cpu())
         return tokenizer
 
-    def _fingerprint(self, panel: Panel, folds: Sequence[float]) -> str:
+    def _fingerprint(self, panel: Panel, folds: Sequence[float], tokenizer: Tokenizer) -> str:
         """Of all that shapes a training, but for how long it may last."""
         skip = {"device", "verbose", "tokenizer", "max_epochs", "patience", "grace"}
         params = {k: v for k, v in self.get_params().items() if k not in skip}
-        text = json.dumps([params, repr(self.tokenizer_), tuple(folds)], default=str)
+        text = json.dumps([params, repr(tokenizer), tuple(folds)], default=str)
         digest = hashlib.sha256(text.encode())
         digest.update(np.ascontiguousarray(panel.values).data)
         digest.update(np.ascontiguousarray(panel.offsets).data)
@@ -331,7 +338,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             "batch": work,
         }
         total = sum(parts.values())
-        shown = ", ".join(f"{name} {size / 2**20:,.0f}" for name, size in parts.items() if size >= 2**19)
+        shown = ", ".join(f"{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)
         one_epoch = min(len(train_windows), t.epoch_windows or len(train_windows))
         some = f" ({one_epoch:,} an epoch)" if one_epoch < len(train_windows) else ""
         lazily = "made batch by batch" if kept is None and self.tokenizer.adaptive else ""
@@ -376,8 +383,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
     def predict(self, df: Any = None, *, level: Sequence[float] | None = None) -> Any:
         """Forecasts of the `horizon` steps after each series' end: id, time, forecast, and intervals for each level.
 
-        The network runs in float64 and the forecasts are rounded to float32, so that they are bitwise the same on
-        every machine, but for a rare tie.
+        The network runs in float64 and the scaled forecasts are rounded to float32, so that they are bitwise the same
+        on every machine, but for a rare tie.
 
         Args:
             df: series to forecast, at least `lookback` samples of each; None takes those of `fit`. A series that `fit`
@@ -387,9 +394,9 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         self._check_fitted()
         levels = check_levels(level) if level is not None else []
         if df is None:
-            return self._frame("pandas", self._tail, self._intervals(self._tail, levels))
+            return self._frame(self._kind, self._tail, self._intervals(self._tail, levels))
         kind = kind_of(df)
-        panel = self._to_panel(df)
+        panel = self._to_panel(df, self.freq_)
         short = panel.lengths < self.lookback
         if short.any():
             row = int(short.argmax())
@@ -398,7 +405,21 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"{panel.ids[row]!r} has {panel.lengths[row]} ({int(short.sum())} of {len(panel)} are too short). "
                 f"Pass more of its past."
             )
+        if self.gaps == "fill":
+            panel = self._filled_tail(panel)
         return self._frame(kind, panel, self._intervals(panel, levels))
+
+    def _filled_tail(self, panel: Panel) -> Panel:
+        """The last `lookback` samples without gaps; not if most of them would be invented."""
+        tail = panel.tail(self.lookback)
+        missing = np.isnan(tail.values).reshape(len(tail), self.lookback).mean(1)
+        if missing.max() > 0.5:
+            row = int(missing.argmax())
+            raise ValueError(
+                f"gaps='fill' must not make up most of a window; the last {self.lookback} steps of {tail.ids[row]!r} "
+                f"at freq={panel.freq!r} lack {missing[row]:.0%}. Bring more samples, or samples of that frequency."
+            )
+        return panel.filled(panel.lengths[:, None]).tail(self.lookback)
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "network_"):
@@ -415,15 +436,14 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         scaled = ((windows - mean[:, None]) / deviation[:, None]).astype(np.float32).astype(np.float64)
         self._check_observed(panel, scaled)
         forecast = self._run_exact(scaled)
-        columns = {self.name: forecast * deviation[:, None] + mean[:, None]}
+        columns = {self.name: forecast}
         if levels:
             widths = half_widths(self.conformal_, levels)  # (V, H)
             local = local_deviation(scaled)[:, None]
             for one, width in zip(levels, widths, strict=True):
                 for word, sign in (("lo", -1), ("hi", 1)):
-                    bound = (forecast + sign * local * width) * deviation[:, None] + mean[:, None]
-                    columns[f"{self.name}-{word}-{one:g}"] = bound
-        return {name: a.astype(np.float32).astype(np.float64) for name, a in columns.items()}
+                    columns[f"{self.name}-{word}-{one:g}"] = forecast + sign * local * width
+        return {name: a.astype(np.float32) * deviation[:, None] + mean[:, None] for name, a in columns.items()}
 
     def _scaling(self, panel: Panel) -> tuple[np.ndarray, np.ndarray]:
         """(R,) each: that of the train fold for series that `fit` saw, else of what is given."""
@@ -547,7 +567,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         step = self.horizon if step is None else to_whole(step, "step", 1)
         levels = check_levels(level) if level is not None else []
         kind = kind_of(df)
-        panel = self._without_short(self._to_panel(df))
+        panel = self._without_short(self._to_panel(df, getattr(self, "freq_", self.freq)))
         cuts = panel.lengths - self.horizon - step * np.arange(n_windows - 1, -1, -1)[:, None]  # (n_windows, R)
         if (cuts[0] < self.lookback).any():
             row = int((cuts[0] < self.lookback).argmax())
@@ -561,11 +581,17 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         for k, cut in enumerate(cuts):
             before = panel.cut(cut)
             if model is None or refit:
-                model = self._fresh()._fit(before, _without_test(self.folds))
+                model = self._fresh()
+                try:
+                    model._fit(before, _without_test(self.folds))
+                except ValueError as error:
+                    raise ValueError(f"fitting on what comes before cutoff {k + 1} of {n_windows}: {error}") from error
                 self._say(f"fitted before cutoff {k + 1} of {n_windows}")
             truth = panel.values[(panel.offsets[:-1] + cut)[:, None] + np.arange(self.horizon)]
             stamps.append(before.future(self.horizon))
             cutoffs.append(before.last().repeat(self.horizon))
+            if self.gaps == "fill":
+                before = self._filled_tail(before)
             columns.append({"y": truth, **model._intervals(before, levels)})
         # From one cutoff after another to one series after another.
         shape = n_windows, len(panel), self.horizon
@@ -638,6 +664,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
 
     @classmethod
     def _load(cls, folder: os.PathLike[str] | str, *, device: str, verbose: bool, links: bool) -> Self:
+        _device(device)
         config, tensors = storage.read_folder(folder, links=links)
         try:
             kind = config["tokenizer"]["kind"]
@@ -647,7 +674,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             tokenizer = TOKENIZERS[kind](**params)
             self = cls(**config["forecaster"], tokenizer=tokenizer, device=device, verbose=verbose)
             self._restore(config, tensors)
-        except (KeyError, TypeError, ValueError, RuntimeError, IndexError) as error:
+        except (KeyError, TypeError, ValueError, RuntimeError, IndexError, AttributeError) as error:
             raise ValueError(f"{folder} is not a whole forecaster: {type(error).__name__}: {error}") from error
         return self
 
@@ -664,6 +691,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         network.load_state_dict(weights)
         self.network_ = network.to(_device(self.device)).eval()
         self._exact = None
+        self._kind = "pandas"
         arrays = {name: a.numpy() for name, a in tensors.items() if not name.startswith(prefix)}
         about = config["series"]
         self.ids_, self.channels_, self.freq_ = about["ids"], about["channels"], about["freq"]
@@ -679,7 +707,17 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             tz=about["tz"],
             unit=about["unit"],
         )
-        if len(self.mean_) != len(self.ids_) or self.conformal_.shape[1:] != (self.horizon,):
+        R, tail = len(self.ids_), self._tail
+        rows = (self.mean_, self.deviation_, self.learned_until_, tail.first)
+        if (
+            any(a.shape != (R,) for a in rows)
+            or self.conformal_.ndim != 2
+            or self.conformal_.shape[1] != self.horizon
+            or tail.offsets.shape != (R + 1,)
+            or tail.offsets[0] != 0
+            or (tail.lengths < self.lookback).any()
+            or tail.values.shape != (tail.offsets[-1],)
+        ):
             raise ValueError("its parts do not fit together")
         self.history_ = History.from_dict(config["history"])
         self.scores_ = {name: None if s is None else Scores(**s) for name, s in config["scores"].items()}
@@ -690,7 +728,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         self.save(save_directory)
 
     @classmethod
-    def _from_pretrained(
+    def _from_pretrained(  # type: ignore[override]
         cls,
         *,
         model_id: str,
@@ -701,9 +739,12 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         token: str | bool | None = None,
         device: str = "auto",
         verbose: bool = True,
-        **_: Any,
+        tokenizer: Any = None,
     ) -> Self:
-        """For `from_pretrained` of huggingface_hub: a folder, or a repository of the hub."""
+        """For `from_pretrained` of huggingface_hub: a folder, or a repository of the hub.
+
+        `tokenizer` is what the mixin finds of that name in the config; the folder's own reader looks for itself.
+        """
         if Path(model_id).is_dir():
             return cls.load(model_id, device=device, verbose=verbose)
         from huggingface_hub import snapshot_download
@@ -728,6 +769,10 @@ def _device(name: str) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise ValueError(f"`device` must be 'auto', 'cpu' or 'cuda'; got {name!r}. Choose one of them.") from None
+    if device.type not in ("cpu", "cuda", "mps"):
+        raise ValueError(f"`device` must be 'auto', 'cpu', 'cuda' or 'mps'; got {name!r}. Choose one of them.")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("`device` = 'mps' must be there; torch sees none. Use device='auto' or 'cpu'.")
     if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
         raise ValueError(
             f"`device` = {name!r} must be there; torch sees {torch.cuda.device_count()} CUDA devices. "

@@ -60,7 +60,7 @@ def draw_last_window(
     forecaster: Forecaster, table: Any, path: os.PathLike[str] | str, level: Sequence[float] = (80, 95), unit: str = ""
 ) -> None:
     """The forecast of the last `horizon` samples of the first series, beside what came."""
-    panel = forecaster._to_panel(table)
+    panel = forecaster._to_panel(table, forecaster.freq_)
     keep = panel.lengths >= forecaster.lookback + forecaster.horizon
     panel = panel.select(keep & (np.arange(len(panel)) == int(keep.argmax())))
     before = panel.cut(panel.lengths - forecaster.horizon)
@@ -70,7 +70,7 @@ def draw_last_window(
 
 def draw_future(forecaster: Forecaster, table: Any, path: os.PathLike[str] | str, level: Sequence[float]) -> None:
     """The forecast beyond the end of the first series."""
-    panel = forecaster._tail if table is None else forecaster._to_panel(table)
+    panel = forecaster._tail if table is None else forecaster._to_panel(table, forecaster.freq_)
     _draw(forecaster, panel.select(np.arange(len(panel)) == 0), path, level, None, "")
 
 
@@ -83,6 +83,8 @@ def _draw(
     unit: str,
 ) -> None:
     levels = possible_levels(forecaster, level)
+    if forecaster.gaps == "fill":
+        before = before.filled(before.lengths[:, None])
     columns = {name: a[0] for name, a in forecaster._intervals(before, levels).items()}
     name = forecaster.name
     shown = min(len(before.values), max(forecaster.lookback // 2, forecaster.horizon))

@@ -25,6 +25,7 @@ def write_folder(folder: os.PathLike[str] | str, config: dict[str, Any], tensors
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"a model is saved as a folder; {folder} is a file. Choose another name.")
+    json.dumps(config, allow_nan=False)  # what cannot be written is told before anything is
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: a.detach().cpu().contiguous() for name, a in tensors.items()}
     with replacing(folder / TENSORS) as temporary:
@@ -82,7 +83,7 @@ def _read_config(folder: Path, links: bool) -> dict[str, Any]:
     path = _inside(folder, CONFIG, links)
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}. The folder is damaged.") from error
     version = config.get("format") if isinstance(config, dict) else None
     if isinstance(version, bool) or not isinstance(version, int) or version < 1:

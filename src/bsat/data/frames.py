@@ -95,6 +95,24 @@ class Panel:
             raise ValueError(f"`lengths` must be whole numbers from 1 to the row's length; got {got}. Change them.")
         return self._keep(np.zeros_like(self.lengths), stops.astype(np.int64))
 
+    def filled(self, edges: np.ndarray) -> Panel:
+        """Without gaps: straight lines between the samples that are there.
+
+        Edges (R, k) rise along each row; what lies before an edge is filled from what lies before it alone, so that no
+        fold looks into the next.
+        """
+        values = self.values.copy()
+        gappy = np.isnan(values)
+        if not gappy.any():
+            return self
+        for row in np.unique(np.searchsorted(self.offsets, np.flatnonzero(gappy), side="right") - 1):
+            for stop in edges[row]:
+                y = values[self.offsets[row] : self.offsets[row] + stop]
+                missing = np.isnan(y)
+                if missing.any():
+                    y[missing] = np.interp(np.flatnonzero(missing), np.flatnonzero(~missing), y[~missing])
+        return replace(self, values=values)
+
     def tail(self, count: int) -> Panel:
         """The last `count` samples of every row; rows that are shorter stay whole."""
         if count < 1:
@@ -191,12 +209,12 @@ def to_panel(
         y = y if order is None else y[order]
         _check_values(rows, y, name, gaps)
         values[c, at] = y
-        starts[:, c], stops[:, c] = _trim(rows, values[c], grid, gaps, name)
+        starts[:, c], stops[:, c] = _trim(rows, values[c], grid, name)
     lengths, skipped = (stops - starts).ravel(), (starts - grid[:-1, None]).ravel()
     laid = np.arange(C) * grid[-1]  # where the channels start in the flat values
     whole = C == 1 and lengths.sum() == grid[-1]
     first = np.repeat(rows.stamps[rows.offsets[:-1]], C)
-    return Panel(
+    panel = Panel(
         ids=[name for name in names for _ in range(C)],
         channels=targets * S if several else None,
         values=values[0] if whole else _slices(values.ravel(), (starts + laid).ravel(), (stops + laid).ravel()),
@@ -207,6 +225,7 @@ def to_panel(
         # a grid that is finer than the stamps that came in needs a finer unit
         unit="ns" if not rows.integer and (_fixed_step(freq, tz) or DAY) % NANOSECONDS[unit] else unit,
     )
+    return panel.filled(panel.lengths[:, None]) if gaps == "fill" else panel
 
 
 # ---- reading columns -------------------------------------------------------------------------------------------------
@@ -399,7 +418,7 @@ def _sort(
             f"stamps should be in order; series {rows.name(i)!r} has {rows.when(i + 1)} after {rows.when(i)}. "
             "The rows were sorted. Sort the frame to save the time.",
             UserWarning,
-            stacklevel=_stack_level(),
+            stacklevel=stack_level(),
         )
         inside = np.lexsort((stamps, rows.each(np.arange(S, dtype=np.int32))))
         order = inside if order is None else order[inside]
@@ -414,7 +433,7 @@ def _sort(
     return rows, order
 
 
-def _stack_level() -> int:
+def stack_level() -> int:
     """The first frame outside of the package: where the user called."""
     frame, level = sys._getframe(1), 1
     while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] == __name__.split(".")[0]:
@@ -655,8 +674,8 @@ def _check_values(rows: _Rows, y: np.ndarray, name: str, gaps: str) -> None:
     )
 
 
-def _trim(rows: _Rows, y: np.ndarray, grid: np.ndarray, gaps: str, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Where each series starts and stops without the NaN at its ends; with gaps="fill" y's others are written over."""
+def _trim(rows: _Rows, y: np.ndarray, grid: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Where each series starts and stops without the NaN at its ends."""
     missing = np.isnan(y)
     if not missing.any():
         return grid[:-1], grid[1:]
@@ -667,9 +686,6 @@ def _trim(rows: _Rows, y: np.ndarray, grid: np.ndarray, gaps: str, name: str) ->
         raise ValueError(
             f"a series must have a value; {name!r} of series {rows.names[s]!r} is NaN throughout. Drop it."
         )
-    if gaps == "fill":
-        holes = np.flatnonzero(missing)
-        y[holes] = np.interp(holes, given, y[given])
     return given[low], given[high - 1] + 1
 
 

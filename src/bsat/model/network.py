@@ -52,7 +52,7 @@ class NetworkConfig:
         check_choice(self.head, "head", HEADS)
         check_choice(self.norm, "norm", NORMS)
         for name in ("d_model", "n_layers", "n_heads", "ff_factor"):
-            to_whole(getattr(self, name), name, 1)
+            object.__setattr__(self, name, to_whole(getattr(self, name), name, 1))
         if self.d_model % self.n_heads:
             raise ValueError(
                 f"`d_model` must be a multiple of n_heads = {self.n_heads}; got {self.d_model}. Change one of them."

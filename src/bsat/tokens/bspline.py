@@ -138,7 +138,7 @@ class BSplineTokenizer(Tokenizer):
                 )
         self.n_tokens = n_tokens
         self.degree = degree
-        self.clip_factor = clip_factor
+        self.clip_factor = clip_factor if isinstance(clip_factor, str) else float(clip_factor)
         self.placement = placement
         self.feature = feature
         self.recency = recency

@@ -48,9 +48,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("max_epochs", 1), ("patience", 1), ("grace", 0), ("seed", 0)):
-            to_whole(getattr(self, name), name, least)
+            object.__setattr__(self, name, to_whole(getattr(self, name), name, least))
         if self.epoch_windows is not None:
-            to_whole(self.epoch_windows, "epoch_windows", 1)
+            object.__setattr__(self, "epoch_windows", to_whole(self.epoch_windows, "epoch_windows", 1))
         for name in ("learning_rate", "weight_decay"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, (int, float)):
