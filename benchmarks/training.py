@@ -155,7 +155,7 @@ def main() -> None:
     if args.json:
         print(json.dumps({"rows": rows, "least_ratio": least}))
     else:
-        print(f"least ratio {least:.2f} (target 1.3)")
+        print(f"least ratio {least:.2f}" + (" (target: 1.3)" if args.device == "cpu" else ""))
 
 
 if __name__ == "__main__":
