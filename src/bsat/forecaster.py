@@ -21,8 +21,9 @@ from torch import Tensor
 from . import storage
 from .conformal import MOST, check_levels, half_widths, local_deviation, sorted_scores
 from .data import season_of
+from .data.columns import kind_of, make_frame
 from .data.folds import FOLDS, SHARES, check_shares, fold_edges
-from .data.frames import Panel, kind_of, make_frame, stack_level, to_panel
+from .data.frames import Panel, stack_level, to_panel
 from .data.windows import Windows, fit_scaling, make_windows
 from .model import Network, NetworkConfig, build_network
 from .progress import TrainingBar

@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bsat.data.frames import kind_of, make_frame, to_panel
+from bsat.data.columns import kind_of, make_frame
+from bsat.data.frames import to_panel
 
 
 def make_long(*counts, freq="h", start="2024-01-01", tz=None, seed=0):
@@ -170,7 +171,7 @@ def test_kinds():
 
 def test_neither_polars_nor_torch_is_imported():
     code = (
-        "import sys, pandas as pd; from bsat.data.frames import to_panel, make_frame; "
+        "import sys, pandas as pd; from bsat.data.columns import make_frame; from bsat.data.frames import to_panel; "
         "df = pd.DataFrame({'unique_id': 'a', 'ds': [1, 2], 'y': [1., 2.]}); p = to_panel(df); "
         "make_frame('pandas', {'ds': p.future(2)}); assert not {'polars', 'torch'} & set(sys.modules)"
     )
