@@ -88,8 +88,8 @@ def test_gaps(bsat, series, tmp_path):
         (["tokenize", "empty.csv"], "cannot be read as a table"),
         (["tokenize", "bad.parquet"], "cannot be read as a parquet file"),
         (["tokenize", "s.txt2"], "must end in .csv or .parquet"),
-        (["tokenize", "s.csv", "--tokens", "3"], "`n_tokens` must be greater than degree + 1 = 4; got 3"),
-        (["tokenize", "s.csv", "--lookback", "5000"], "`lookback` must not exceed the length of `series` = 1500"),
+        (["tokenize", "s.csv", "--tokens", "3"], "--tokens must be greater than degree + 1 = 4; got 3"),
+        (["tokenize", "s.csv", "--lookback", "5000"], "--lookback must not exceed the length of `series` = 1500"),
         (["tokenize", "s.csv", "--clip-factor", "most"], "--clip-factor must be a positive number"),
         (["tokenize", "s.csv", "--plot", "x.gif"], "must end in .png, .svg, .pdf"),
         (["tokenize", "s.csv", "--plot", "no/x.png"], "needs an existing folder"),
@@ -236,8 +236,8 @@ def test_a_killed_training_is_resumed(bsat, load, tmp_path):
     [
         (["fit", "nowhere.csv", "--out", "m"], "does not exist"),
         (["fit", "load.csv", "--out", "load.csv"], "is a file"),
-        (["fit", "load.csv", "--out", "m", "--horizon", "0"], "`horizon` must be at least 1"),
-        (["fit", "load.csv", "--out", "m", "--encoding", "sinus"], "`encoding` must be one of"),
+        (["fit", "load.csv", "--out", "m", "--horizon", "0"], "--horizon must be at least 1"),
+        (["fit", "load.csv", "--out", "m", "--encoding", "sinus"], "--encoding must be one of"),
         (["fit", "load.csv", "--out", "m", "--tokenizer", "bpe"], "--tokenizer` must be one of"),
         (["fit", "load.csv", "--out", "m", "--target-col", "note"], "must hold numbers"),
         (["fit", "load.csv", "--out", "m", "--target-col", "T"], "--target-col must name a column"),
@@ -245,17 +245,67 @@ def test_a_killed_training_is_resumed(bsat, load, tmp_path):
         (["fit", "load.csv", "--out", "m", "--device", "cuda:99"], "CUDA"),
         (["predict", "nowhere"], "does not exist"),
         (["predict", "."], "config.json"),
-        (["backtest", "load.csv", "--windows", "0"], "n_windows"),
+        (["backtest", "load.csv", "--windows", "0"], "--windows must be at least 1"),
         (["backtest", "load.csv", "--plot", "b.gif"], "must end in"),
+        (["backtest", "load.csv", "--out", "folder.csv"], "is a folder"),
+        (["backtest", "load.csv", "--model", "m", "--horizon", "9"], "--horizon cannot be given with --model"),
+        (["fit", "load.csv", "--out", "taken"], "is not bsat's"),
+        (["fit", "semicolons.csv", "--out", "m"], "separated by commas"),
+        (["fit", "bare.csv", "--out", "m"], "must have a header line"),
+        (["fit", "load.csv", "--out", "m", "--id-col", "note", "--lookback", "599"], "or pass --drop-short"),
     ],
 )
 def test_mistakes_with_forecasts(bsat, load, tmp_path, words, match):
+    (tmp_path / "folder.csv").mkdir()
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "config.json").write_text('{"mine": 1}')
+    (tmp_path / "semicolons.csv").write_text("ds;y\n2024-01-01;1,5\n")
+    load[["date", "OT"]].to_csv(tmp_path / "bare.csv", index=False, header=False)
     code, _, err = bsat(*words)
     assert code == 2
     assert err.startswith("bsat: ")
     assert match in err
     assert err.count("\n") == 1
     assert not (tmp_path / "m" / "config.json").exists()
+    assert (tmp_path / "taken" / "config.json").read_text() == '{"mine": 1}'
+
+
+@pytest.mark.filterwarnings("always:no picture")
+@pytest.mark.parametrize("name", ["indexed.csv", "numbers.csv", "gaps.csv", "dollar.csv"])
+def test_files_as_people_have_them(bsat, load, tmp_path, name):
+    table = load[["date", "OT"]].copy()
+    words = []
+    if name == "indexed.csv":  # with the index that pandas writes
+        table.to_csv(tmp_path / name)
+    elif name == "numbers.csv":  # days as 20260101
+        table["date"] = pd.date_range("2024-01-01", periods=600, freq="D").strftime("%Y%m%d").astype(int)
+        table.to_csv(tmp_path / name, index=False)
+    elif name == "gaps.csv":  # so many of them in the last window that no picture can be drawn
+        table.drop(index=range(540, 585)).to_csv(tmp_path / name, index=False)
+        words = ["--gaps", "fit"]
+    else:
+        table.assign(unique_id="cost_$a_{$").to_csv(tmp_path / name, index=False)
+    code, said, err = bsat("fit", name, "--out", "m", *SMALL, *words)
+    assert code == 0, err
+    assert re.search(r"^BSAT +[\d.]+", said, re.M)
+    assert (tmp_path / "m" / "forecast.png").exists() == (name != "gaps.csv")
+    assert ("no picture" in err) == (name == "gaps.csv")
+    assert not (tmp_path / "m" / "training.safetensors").exists()
+    first = pd.read_csv(io.StringIO(bsat("predict", "m")[1]))["date"].iloc[0]
+    assert first == ("2025-08-23" if name == "numbers.csv" else "2026-01-26 00:00:00")
+
+
+def test_without_a_test_fold(bsat, load):
+    code, said, _ = bsat("fit", "load.csv", "--out", "m", *SMALL, "--no-test")
+    assert code == 0
+    assert "BSAT: validation RMSE" in said
+
+
+def test_a_model_is_not_backtested_on_what_it_learned(bsat, load):
+    bsat("fit", "load.csv", "--out", "m", *SMALL)
+    code, _, err = bsat("backtest", "load.csv", "--model", "m", "--windows", 30)
+    assert code == 2
+    assert "must come after what the model learned from" in err
 
 
 def test_cache(bsat, series, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bsat.conformal import check_levels, half_widths, local_deviation, sorted_scores
+from bsat.conformal import FLOOR, check_levels, half_widths, local_deviation, sorted_scores
 
 # ---- levels ----------------------------------------------------------------------------------------------------------
 
@@ -109,4 +109,15 @@ def test_a_step_without_any_truth_takes_the_largest_score_of_all():
 
 def test_the_deviation_is_that_of_what_was_observed_and_never_0():
     windows = np.array([[1.0, 3.0, np.nan, 1.0, 3.0], [5.0, 5.0, 5.0, np.nan, np.nan]])
-    np.testing.assert_allclose(local_deviation(windows), [1, 1e-4])
+    np.testing.assert_allclose(local_deviation(windows), np.sqrt([1 + FLOOR**2, FLOOR**2]))
+
+
+def test_a_window_that_stood_still_does_not_widen_all_others():
+    """A machine that is off for days, then runs: its errors count in deviations of the series, not of the stillness."""
+    rng = np.random.default_rng(0)
+    errors = rng.normal(size=(100, 1))
+    windows = rng.normal(size=(100, 48))
+    windows[:20] = 0.0
+    scores = sorted_scores(errors, local_deviation(windows))
+    assert half_widths(scores, [95.0])[0, 0] < 10 / FLOOR
+    assert local_deviation(windows).min() == pytest.approx(FLOOR)

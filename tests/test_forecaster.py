@@ -13,6 +13,7 @@ from pandas.testing import assert_frame_equal
 
 import bsat.forecaster
 from bsat import BSplineTokenizer, DownsampleTokenizer, Forecaster, PatchTokenizer
+from bsat.conformal import FLOOR, half_widths
 from bsat.data.windows import Windows
 from bsat.progress import TrainingBar
 from small import H, L, make_forecaster, make_long, make_values, weights_of
@@ -306,8 +307,11 @@ def test_constant_series_are_forecast_as_constant(frame):
     df.loc[df["unique_id"] == "c", "y"] = 5e6
     df.loc[df["unique_id"] == "d", "y"] = 0.0
     forecast = make_forecaster().fit(df).predict(level=[80]).set_index("unique_id")
-    np.testing.assert_allclose(forecast.loc["c"].drop(columns="ds"), 5e6, atol=0.1)
-    np.testing.assert_allclose(forecast.loc["d"].drop(columns="ds"), 0, atol=0.1)
+    for name, value in (("c", 5e6), ("d", 0.0)):
+        np.testing.assert_allclose(forecast.loc[name, "BSAT"], value, atol=0.1)
+        # A series without any spread counts as one of spread 1, and intervals are at least a tenth of it a score.
+        width = FLOOR * half_widths(make_forecaster().fit(df).conformal_, [80.0])[0]
+        np.testing.assert_allclose(forecast.loc[name, "BSAT-hi-80"] - forecast.loc[name, "BSAT"], width, atol=0.01)
 
 
 # ---- intervals -------------------------------------------------------------------------------------------------------
@@ -335,14 +339,16 @@ def test_intervals_are_those_of_the_validation_errors(fitted, frame):
         past, future = windows_of(scaled, train, val)
         own = windows_of(y, train, val)[0]
         forecast = (fitted.forecast(own, ids=[name] * len(own)) - y[:train].mean()) / y[:train].std()
-        scores.append(np.abs(future - forecast) / past.std(1)[:, None])
+        scores.append(np.abs(future - forecast) / np.sqrt(past.var(1) + FLOOR**2)[:, None])
     scores = np.sort(np.concatenate(scores), 0)
     np.testing.assert_allclose(fitted.conformal_, scores, rtol=1e-2, atol=1e-3)
 
     got = fitted.predict(level=[80])
     rank = int(np.ceil(0.8 * (len(scores) + 1)))
     for name, rows in got.groupby("unique_id"):
-        width = fitted.conformal_[rank - 1] * values_of(frame, name)[-L:].std()
+        y = values_of(frame, name)
+        spread = y[: FOLDS[name][0]].std()
+        width = fitted.conformal_[rank - 1] * np.sqrt(y[-L:].var() + (FLOOR * spread) ** 2)
         np.testing.assert_allclose(rows["BSAT-hi-80"] - rows["BSAT"], width, rtol=1e-4)
         np.testing.assert_allclose(rows["BSAT"] - rows["BSAT-lo-80"], width, rtol=1e-4)
 

@@ -130,6 +130,7 @@ IdCol = Annotated[
 TimeCol = Annotated[str | None, typer.Option(help="Column of the stamps.", show_default="ds, or the first of dates")]
 TargetCol = Annotated[str | None, typer.Option(help="Column to forecast.", show_default="y, or the only number")]
 DropShort = Annotated[bool, typer.Option("--drop-short", help="Leave out series that are too short.")]
+NoTest = Annotated[bool, typer.Option("--no-test", help="Hold back no test fold: train on 80 % instead of 60.")]
 Device = Annotated[str, typer.Option(help='"auto", "cpu" or "cuda".')]
 Level = Annotated[list[float] | None, typer.Option(help="Interval in percent; may be repeated.", show_default=False)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
@@ -140,6 +141,7 @@ Plot = Annotated[Path | None, typer.Option(help="Draw it (.png, .svg or .pdf).",
 
 @app.command()
 def fit(
+    ctx: typer.Context,
     file: File,
     folder: Annotated[Path, typer.Option("--out", help="The folder of the model.", show_default=False)],
     horizon: Horizon = 192,
@@ -157,6 +159,7 @@ def fit(
     time_col: TimeCol = None,
     target_col: TargetCol = None,
     drop_short: DropShort = False,
+    no_test: NoTest = False,
     device: Device = "auto",
     resume: Annotated[bool, typer.Option("--resume", help="Go on with a training that was stopped.")] = False,
     json_: Json = False,
@@ -164,41 +167,22 @@ def fit(
 ) -> None:
     """Train on a file; save the model, its scores and a picture into a folder."""
     from .report import draw_last_window, format_scores, scores_dict
+    from .storage import check_target
+    from .train.checkpoint import clear_checkpoint
 
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"--out must be a folder; {folder} is a file. Choose another name.")
-    forecaster, table = make_forecaster(
-        file,
-        horizon,
-        lookback,
-        tokenizer,
-        tokens,
-        degree,
-        encoding,
-        head,
-        epochs,
-        seed,
-        gaps,
-        freq,
-        id_col,
-        time_col,
-        target_col,
-        drop_short,
-        device,
-        not (quiet or json_),
-    )
+    check_target(folder)
+    forecaster, table = make_forecaster(file, ctx.params)
     forecaster.fit(table, checkpoint=folder, resume=resume)
     forecaster.save(folder)
-    picture = folder / "forecast.png"
-    draw_last_window(forecaster, table, picture)
     stopped = forecaster.history_.stopped == "interrupted"
     if not stopped:
-        forecaster.clear_checkpoint(folder)
+        clear_checkpoint(folder)
+    picture = draw_last_window(forecaster, table, folder / "forecast.png")
     if json_:
-        print_json({"model": str(folder), "picture": str(picture), **scores_dict(forecaster)})
+        print_json({"model": str(folder), "picture": str(picture) if picture else None, **scores_dict(forecaster)})
         return
     print(format_scores({forecaster.name: forecaster}))
-    print(f"\nsaved {folder}, drew {picture}" + ("; stopped early: --resume goes on" if stopped else ""))
+    print(f"\nsaved {folder}" + (f", drew {picture}" if picture else "") + ("; --resume goes on" if stopped else ""))
 
 
 @app.command()
@@ -212,7 +196,6 @@ def predict(
     json_: Json = False,
 ) -> None:
     """Forecast with a saved model, with intervals if asked for."""
-    from .data import read_table
     from .forecaster import Forecaster
     from .report import draw_future
     from .tokens.pictures import check_format
@@ -222,7 +205,7 @@ def predict(
     if plot is not None:
         check_format(plot)
     forecaster = Forecaster.load(model, device=device, verbose=False)
-    table = None if file is None else read_table(file)
+    table = None if file is None else read_for(forecaster, file)
     forecasts = forecaster.predict(table, level=level)
     if plot is not None:
         draw_future(forecaster, table, plot, level or [])
@@ -239,6 +222,7 @@ def predict(
 
 @app.command()
 def backtest(
+    ctx: typer.Context,
     file: File,
     model: Annotated[
         Path | None, typer.Option(help="A folder that `bsat fit` made, instead of training.", show_default=False)
@@ -269,7 +253,6 @@ def backtest(
     quiet: Quiet = False,
 ) -> None:
     """Forecast from moving cutoffs and compare with what came."""
-    from .data import read_table
     from .forecaster import Forecaster
     from .report import backtest_scores, draw_backtest, format_backtest
     from .tokens.pictures import check_format
@@ -279,29 +262,19 @@ def backtest(
     if plot is not None:
         check_format(plot)
     if model is not None:
-        forecaster, table = Forecaster.load(model, device=device, verbose=not (quiet or json_)), read_table(file)
+        given = [name for name in TRAINING if str(ctx.get_parameter_source(name)).endswith("COMMANDLINE")]
+        if given:
+            raise ValueError(
+                f"{', '.join('--' + name.replace('_', '-') for name in given)} cannot be given with --model, which "
+                f"brings its own. Leave out one of them."
+            )
+        forecaster = Forecaster.load(model, device=device, verbose=not (quiet or json_))
+        table = read_for(forecaster, file)
     else:
-        forecaster, table = make_forecaster(
-            file,
-            horizon,
-            lookback,
-            tokenizer,
-            tokens,
-            degree,
-            encoding,
-            head,
-            epochs,
-            seed,
-            gaps,
-            freq,
-            id_col,
-            time_col,
-            target_col,
-            drop_short,
-            device,
-            not (quiet or json_),
-        )
-    result = forecaster.cross_validation(table, n_windows=windows, step=step, refit=refit, level=level)
+        forecaster, table = make_forecaster(file, ctx.params)
+    result = forecaster.cross_validation(
+        table, n_windows=windows, step=step, refit=refit, level=level, allow_fit=model is None or refit
+    )
     if out is not None:
         write_table(result, out)
     if plot is not None:
@@ -358,53 +331,52 @@ def to_clip_factor(text: str) -> float | str:
         raise ValueError(f'--clip-factor must be a positive number, "inf" or "auto"; got {text!r}.') from None
 
 
-def make_forecaster(
-    file: Path,
-    horizon: int,
-    lookback: int,
-    tokenizer: str,
-    tokens: int | None,
-    degree: int,
-    encoding: str,
-    head: str,
-    epochs: int,
-    seed: int,
-    gaps: str,
-    freq: str | None,
-    id_col: str | None,
-    time_col: str | None,
-    target_col: str | None,
-    drop_short: bool,
-    device: str,
-    verbose: bool,
-) -> tuple[Forecaster, pd.DataFrame]:
-    """What `fit` and `backtest` train, and the file's table."""
+TRAINING = (
+    "horizon", "lookback", "tokenizer", "tokens", "degree", "encoding", "head", "epochs", "seed", "gaps", "freq",
+    "id_col", "time_col", "target_col", "drop_short",
+)  # fmt: skip
+"""The options that say what is trained on what."""
+
+
+def make_forecaster(file: Path, options: dict[str, Any]) -> tuple[Forecaster, pd.DataFrame]:
+    """What `fit` and `backtest` train, from their options, and the file's table."""
     from .data import read_frame
-    from .forecaster import Forecaster
+    from .data.folds import SHARES
+    from .forecaster import Forecaster, default_tokens
     from .tokens import BSplineTokenizer, DownsampleTokenizer, PatchTokenizer, Tokenizer
     from .tokens.door import check_choice, to_whole
 
-    check_choice(tokenizer, "--tokenizer", ("bsat", "patchtst", "uds"))
-    n = max(8, round(to_whole(lookback, "--lookback", 2) / 16)) if tokens is None else tokens
-    made: Tokenizer
-    if tokenizer == "bsat":
-        made = BSplineTokenizer(n, degree)
+    check_choice(options["tokenizer"], "--tokenizer", ("bsat", "patchtst", "uds"))
+    lookback, freq = to_whole(options["lookback"], "lookback", 2), options["freq"]
+    n = default_tokens(lookback) if options["tokens"] is None else options["tokens"]
+    tokenizer: Tokenizer
+    if options["tokenizer"] == "bsat":
+        tokenizer = BSplineTokenizer(n, options["degree"])
     else:
-        made = PatchTokenizer(n) if tokenizer == "patchtst" else DownsampleTokenizer(n)
+        tokenizer = PatchTokenizer(n) if options["tokenizer"] == "patchtst" else DownsampleTokenizer(n)
     settings: dict[str, Any] = {
-        "encoding": encoding,
-        "head": head,
-        "max_epochs": epochs,
-        "seed": seed,
-        "gaps": gaps,
-        "freq": freq,
-        "drop_short": drop_short,
-        "device": device,
-        "verbose": verbose,
+        name: options[name] for name in ("encoding", "head", "seed", "gaps", "drop_short", "device")
     }
-    Forecaster(horizon, lookback, made, **settings)  # what is wrong with the options is told before the file is read
-    table, columns = read_frame(file, id_col=id_col, time_col=time_col, target_col=target_col)
-    return Forecaster(horizon, lookback, made, **settings, **columns), table  # type: ignore[arg-type]
+    settings |= {
+        "max_epochs": options["epochs"],
+        "freq": int(freq) if freq is not None and freq.isdigit() else freq,
+        "folds": (0.8, 0.2, 0) if options.get("no_test") else SHARES,
+        "verbose": not (options["quiet"] or options["json_"]),
+    }
+    Forecaster(options["horizon"], lookback, tokenizer, **settings)  # tells mistakes before the file is read
+    table, columns = read_frame(file, **{name: options[name] for name in ("id_col", "time_col", "target_col")})
+    return Forecaster(options["horizon"], lookback, tokenizer, **(settings | columns)), table
+
+
+def read_for(forecaster: Forecaster, file: Path) -> pd.DataFrame:
+    """A file for a model; where the model knows a single series, the file need not name it."""
+    from .data import read_table
+
+    table = read_table(file)
+    name = forecaster.id_col
+    if name is not None and name not in table.columns and len(set(forecaster.ids_)) == 1:
+        table[name] = forecaster.ids_[0]
+    return table
 
 
 def print_json(content: dict[str, Any]) -> None:
@@ -437,6 +409,8 @@ def check_output(path: Path, source: Path | None) -> None:
         raise ValueError(f"--out must not be the file that is read; got {path}. Choose another name.")
     if path.suffix.lower() not in (".parquet", ".csv"):
         raise ValueError(f"--out must end in .parquet or .csv; got {path.name!r}. Rename it.")
+    if path.is_dir():
+        raise ValueError(f"--out must be a file; {path} is a folder. Choose another name.")
     if not path.parent.is_dir():
         raise ValueError(f"--out needs an existing folder; {path.parent} is none. Create it first.")
 
@@ -473,14 +447,39 @@ def write_tokens(tokens: Any, starts: Any, path: Path) -> None:
     write_table(table, path)
 
 
+WORDS = {
+    r'gaps="(\w+)"': r"--gaps \1",
+    r"gaps='(\w+)'": r"--gaps \1",
+    r"drop_short=True": "--drop-short",
+    r"\b(id|time|target)_col=": r"--\1-col",
+    r"`(id|time|target)_col`": r"--\1-col",
+    r"`(horizon|lookback|degree|encoding|head|seed|gaps|freq|device|level|step)`": r"--\1",
+    r"`n_tokens`": "--tokens",
+    r"`n_windows`": "--windows",
+    r"`max_epochs`": "--epochs",
+    r"\bfreq=(?=\W)": "--freq ",
+}
+"""What the library calls its arguments, as the command line calls them."""
+
+
 def main() -> None:
     """Errors of the user's are one line and exit code 2; a traceback only with --debug."""
+    import re
+    import warnings
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        print(f"bsat: note: {message}", file=sys.stderr)
+
+    warnings.showwarning = note
     try:
         app()
     except (ValueError, TypeError, OSError, FloatingPointError) as error:
         if "--debug" in sys.argv:
             raise
-        print(f"bsat: {error}", file=sys.stderr)
+        text = " ".join(str(error).split())
+        for ours, theirs in WORDS.items():
+            text = re.sub(ours, theirs, text)
+        print(f"bsat: {text}", file=sys.stderr)
         raise SystemExit(2) from None
     except KeyboardInterrupt:
         print("bsat: stopped", file=sys.stderr)

@@ -18,6 +18,10 @@ MOST = 1000
 """Validation windows that are kept, spread evenly: neighbours tell the same, and files stay small."""
 
 
+FLOOR = 0.1
+"""In deviations of the train fold."""
+
+
 def check_levels(level: Any) -> list[float]:
     """Percentages strictly between 0 and 100, without repetition."""
     levels = [level] if isinstance(level, (int, float)) and not isinstance(level, bool) else level
@@ -33,8 +37,12 @@ def check_levels(level: Any) -> list[float]:
 
 
 def local_deviation(windows: np.ndarray) -> np.ndarray:
-    """The deviation (B,) of each window's observed samples, and never quite 0."""
-    return np.sqrt(np.nanvar(windows, axis=1) + 1e-8)
+    """The deviation (B,) of each scaled window's observed samples, and a tenth of the series' own at least.
+
+    Without that floor a machine that was off and is switched on would be off by thousands of its window's deviations,
+    and the intervals of every other window would pay for it.
+    """
+    return np.sqrt(np.nanvar(windows, axis=1) + FLOOR**2)
 
 
 def sorted_scores(errors: np.ndarray, deviation: np.ndarray) -> np.ndarray:
@@ -47,13 +55,18 @@ def sorted_scores(errors: np.ndarray, deviation: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(scores), np.where(np.isfinite(largest), largest, np.nanmax(largest)), scores)
 
 
+def rank(K: int, level: float) -> int:
+    """Which of K sorted scores bounds a level; beyond K if there are too few."""
+    return math.ceil((K + 1) * level / 100 - 1e-9)
+
+
 def half_widths(scores: np.ndarray, levels: Sequence[float]) -> np.ndarray:
     """Sorted scores (K, H) and levels (V,) to half widths (V, H), in deviations of the window.
 
     The ceil((K + 1) level)-th smallest of K scores, which covers at least `level` of exchangeable truths.
     """
     K = len(scores)
-    ranks = [math.ceil((K + 1) * level / 100 - 1e-9) for level in levels]
+    ranks = [rank(K, level) for level in levels]
     if ranks and max(ranks) > K:
         worst = max(levels)
         least = math.ceil(worst / (100 - worst) - 1e-6)

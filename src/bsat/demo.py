@@ -41,6 +41,8 @@ def run_demo(folder: Path, *, quiet: bool = False) -> dict[str, Any]:
         for each in (tokenizer, PatchTokenizer(TOKENS), DownsampleTokenizer(TOKENS)):
             forecaster = Forecaster(HORIZON, LOOKBACK, each, verbose=not quiet, **SETTINGS)
             forecasters[forecaster.name] = forecaster.fit(frame)
+            if forecaster.history_.stopped == "interrupted":
+                raise KeyboardInterrupt
     bsat = forecasters["BSAT"]
     bsat.save(folder / "model")
     draw_last_window(bsat, frame, folder / "forecast.png", unit=about.unit)

@@ -106,7 +106,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         self.horizon = to_whole(horizon, "horizon", 1)
         self.lookback = to_whole(lookback, "lookback", 2)
         if tokenizer is None:
-            tokenizer = BSplineTokenizer(max(8, round(self.lookback / 16)))
+            tokenizer = BSplineTokenizer(default_tokens(self.lookback))
         if not isinstance(tokenizer, Tokenizer):
             raise TypeError(
                 f"`tokenizer` must be one of {', '.join(TOKENIZERS)}; got {tokenizer!r}. "
@@ -124,9 +124,16 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"`gaps` must be 'error' or 'fill' with {type(tokenizer).__name__}, which needs complete windows; "
                 f"got 'fit'. Use BSplineTokenizer, which fits what was observed."
             )
-        self.gaps, self.drop_short, self.freq = gaps, bool(drop_short), getattr(freq, "freqstr", freq)
+        self.gaps, self.drop_short = gaps, bool(drop_short)
+        self.freq = int(freq) if isinstance(freq, np.integer) else getattr(freq, "freqstr", freq)
         self.id_col, self.time_col = id_col, time_col
         self.target_col = target_col if isinstance(target_col, str) else list(target_col)
+        taken = {"channel", "cutoff", "y", tokenizer.label} & {id_col, time_col}
+        if taken:
+            raise ValueError(
+                f"`id_col` and `time_col` must not be {', '.join(map(repr, sorted(taken)))}: the forecasts have "
+                f"columns of these names. Rename it in the frame."
+            )
         self.device, self.verbose = device, bool(verbose)
         _device(device)
 
@@ -189,6 +196,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         panel = self._without_short(panel)
         device = _device(self.device)
         edges = fold_edges(panel.lengths, folds)
+        given = panel
         if self.gaps == "fill":
             panel = panel.filled(edges)
         mean, deviation = fit_scaling(panel.values, panel.offsets, edges[:, 1])
@@ -214,7 +222,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
 
         tokenizer = self._fit_tokenizer(train_windows)
         with torch.random.fork_rng([]):
-            torch.manual_seed(self.train_config.seed)
+            torch.default_generator.manual_seed(self.train_config.seed)
             network = build_network(self.network_config, tokenizer, lookback=L, horizon=H)
         network.to(device)
         drawn = self.train_config.epoch_windows or len(train_windows)
@@ -226,8 +234,12 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         scaling = torch.from_numpy(mean).to(device), torch.from_numpy(deviation).to(device)
         state = None
         if checkpoint is not None:
+            for item in dict.fromkeys(panel.ids):
+                _plain_id(item)  # whoever keeps a checkpoint will want to save
             Path(checkpoint).mkdir(parents=True, exist_ok=True)
             state = Checkpoint(checkpoint, self._fingerprint(panel, folds, tokenizer), resume=resume)
+            if resume and not state.path.exists():
+                self._say(f"nothing to resume in {checkpoint}: starting anew")
         elif resume:
             raise ValueError("`resume` needs the folder of the training to go on with; pass it as `checkpoint`.")
         bar = TrainingBar(
@@ -255,15 +267,15 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         self.ids_, self.channels_ = panel.ids, panel.channels
         self.mean_, self.deviation_ = mean, deviation
         self.learned_until_ = panel.at(edges[:, 2])  # the first stamp that neither training nor validation saw
-        self._tail = panel.tail(L)
-        self._set_rows()
+        self._tail = given.tail(L)
+        self._rows = {key: row for row, key in enumerate(panel.keys)}
         self.conformal_ = self._calibrate(val_set)
         test = TokenBatches(windows(2), self.tokenizer_, network, keep=False)
         self.scores_: dict[str, Scores | None] = {
             "val": evaluate(network, val_set, *scaling),
             "test": None,
         }
-        if len(test):
+        if len(test) and history.stopped != "interrupted":  # a training that may go on must not have seen it
             beside = evaluate_beside_naive(network, test, *scaling, season_of(panel.freq) or 0)
             self.scores_ |= {"test" if name == "model" else name: scores for name, scores in beside.items()}
         self._say(self._outcome())
@@ -294,7 +306,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         """A copy of the user's, fitted to the train fold if it asks for it: windows 100 samples apart."""
         tokenizer = copy.deepcopy(self.tokenizer)
         if isinstance(tokenizer, BSplineTokenizer) and not tokenizer.__sklearn_is_fitted__():
-            some = windows.past(slice(None, None, 100))[:2000]
+            every = torch.arange(0, len(windows), 100, device=windows.starts.device)
+            some = windows.past(every[torch.linspace(0, len(every) - 1, min(len(every), 2000)).long()])
             some = some[~torch.isnan(some).any(1)]
             if len(some) == 0:
                 raise ValueError(
@@ -375,10 +388,6 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             deviations.append(local_deviation(some.windows.past(part).cpu().numpy().astype(np.float64)))
         return sorted_scores(np.concatenate(errors), np.concatenate(deviations))
 
-    def _set_rows(self) -> None:
-        keys = self.ids_ if self.channels_ is None else zip(self.ids_, self.channels_, strict=True)
-        self._rows = {key: row for row, key in enumerate(keys)}
-
     # --------------------------------------------------------------------------------------------------- predict
 
     def predict(self, df: Any = None, *, level: Sequence[float] | None = None) -> Any:
@@ -395,7 +404,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         self._check_fitted()
         levels = check_levels(level) if level is not None else []
         if df is None:
-            return self._frame(self._kind, self._tail, self._intervals(self._tail, levels))
+            return self._frame(self._kind, self._tail, self._intervals(self._ready(self._tail), levels))
         kind = kind_of(df)
         panel = self._to_panel(df, self.freq_)
         short = panel.lengths < self.lookback
@@ -406,12 +415,12 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"{panel.ids[row]!r} has {panel.lengths[row]} ({int(short.sum())} of {len(panel)} are too short). "
                 f"Pass more of its past."
             )
-        if self.gaps == "fill":
-            panel = self._filled_tail(panel)
-        return self._frame(kind, panel, self._intervals(panel, levels))
+        return self._frame(kind, panel, self._intervals(self._ready(panel), levels))
 
-    def _filled_tail(self, panel: Panel) -> Panel:
-        """The last `lookback` samples without gaps; not if most of them would be invented."""
+    def _ready(self, panel: Panel) -> Panel:
+        """With gaps="fill", the panel without gaps; not if most of a window would be invented."""
+        if self.gaps != "fill":
+            return panel
         tail = panel.tail(self.lookback)
         missing = np.isnan(tail.values).reshape(len(tail), self.lookback).mean(1)
         if missing.max() > 0.5:
@@ -420,7 +429,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"gaps='fill' must not make up most of a window; the last {self.lookback} steps of {tail.ids[row]!r} "
                 f"at freq={panel.freq!r} lack {missing[row]:.0%}. Bring more samples, or samples of that frequency."
             )
-        return panel.filled(panel.lengths[:, None]).tail(self.lookback)
+        return panel.filled(panel.lengths[:, None])
 
     def _check_fitted(self) -> None:
         if not hasattr(self, "network_"):
@@ -448,8 +457,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
 
     def _scaling(self, panel: Panel) -> tuple[np.ndarray, np.ndarray]:
         """(R,) each: that of the train fold for series that `fit` saw, else of what is given."""
-        keys = panel.ids if panel.channels is None else zip(panel.ids, panel.channels, strict=True)
-        rows = np.array([self._rows.get(key, -1) for key in keys])
+        rows = np.array([self._rows.get(key, -1) for key in panel.keys])
         mean, deviation = self.mean_[rows], self.deviation_[rows]
         new = rows < 0
         if new.any():
@@ -504,8 +512,9 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         """The fast path for serving: windows (B, lookback) in the data's unit to forecasts (B, horizon).
 
         No frames, no stamps: numpy in, numpy out; torch in, torch out, on its device. In float32, on the device of the
-        network. Without `ids`, windows are scaled as the series of `fit` if there was only one, else by their own mean
-        and deviation, which is nearly the same thing, because the network normalises each window anyway.
+        network. `ids` names the series of each window, as pairs of id and channel if there are channels. Without, they
+        are scaled as the series of `fit` if there was only one, else by their own mean and deviation, which is nearly
+        the same thing, because the network normalises each window anyway.
         """
         self._check_fitted()
         given = to_array(windows, "windows")
@@ -548,20 +557,24 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         n_windows: int = 4,
         step: int | None = None,
         refit: bool = False,
+        allow_fit: bool = True,
         level: Sequence[float] | None = None,
     ) -> Any:
         """Forecasts from moving cutoffs, beside what came: id, time, cutoff, y, forecast (and intervals).
 
-        The last cutoff leaves `horizon` samples, the others lie `step` samples before one another. No model sees
-        anything after its cutoff: with ``refit`` a fresh one is fitted before every cutoff; without, one serves all:
-        this one, if it is fitted and all cutoffs come after what it learned from, else a fresh one, fitted on what
-        comes before the first cutoff. This forecaster is not changed.
+        The last cutoff leaves `horizon` samples, the others lie `step` samples before one another; each series is
+        counted from its own end. No model sees anything of a series after its cutoff: with ``refit`` a fresh one is
+        fitted before every cutoff; without, one serves all: this one, if it is fitted and all cutoffs come after what
+        it learned from, else a fresh one, fitted on what comes before the first cutoff. (Where series end at different
+        times, the fresh one may have seen of other series what is later by the calendar.) This forecaster is not
+        changed.
 
         Args:
             df: the series.
             n_windows: how many cutoffs.
             step: samples between them; None means `horizon`.
             refit: see above.
+            allow_fit: without it, cutoffs within what this forecaster learned from are an error.
             level: as for `predict`.
         """
         n_windows = to_whole(n_windows, "n_windows", 1)
@@ -578,6 +591,11 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"{need} samples; {panel.ids[row]!r} has {panel.lengths[row]}. Lower `n_windows` or `step`."
             )
         model = None if refit else self._unspoiled(panel, cuts[0])
+        if model is None and not allow_fit:
+            raise ValueError(
+                "cutoffs must come after what the model learned from, its train and validation folds. "
+                "Lower `n_windows` or `step`, bring newer samples, or let a fresh model be trained."
+            )
         stamps, cutoffs, columns = [], [], []
         for k, cut in enumerate(cuts):
             before = panel.cut(cut)
@@ -587,13 +605,13 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                     model._fit(before, _without_test(self.folds))
                 except ValueError as error:
                     raise ValueError(f"fitting on what comes before cutoff {k + 1} of {n_windows}: {error}") from error
+                if model.history_.stopped == "interrupted":
+                    raise KeyboardInterrupt
                 self._say(f"fitted before cutoff {k + 1} of {n_windows}")
             truth = panel.values[(panel.offsets[:-1] + cut)[:, None] + np.arange(self.horizon)]
             stamps.append(before.future(self.horizon))
             cutoffs.append(before.last().repeat(self.horizon))
-            if self.gaps == "fill":
-                before = self._filled_tail(before)
-            columns.append({"y": truth, **model._intervals(before, levels)})
+            columns.append({"y": truth, **model._intervals(self._ready(before), levels)})
         # From one cutoff after another to one series after another.
         shape = n_windows, len(panel), self.horizon
         order = np.arange(np.prod(shape)).reshape(shape).transpose(1, 0, 2).ravel()
@@ -606,8 +624,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         """This forecaster, if it has learned from nothing at or after the cutoffs."""
         if not hasattr(self, "network_"):
             return None
-        keys = panel.ids if panel.channels is None else list(zip(panel.ids, panel.channels, strict=True))
-        known = np.array([self._rows.get(key, -1) for key in keys])
+        known = np.array([self._rows.get(key, -1) for key in panel.keys])
         learned = np.where(known < 0, np.iinfo(np.int64).min, self.learned_until_[known])
         return self if (learned <= panel.at(cut)).all() else None
 
@@ -615,11 +632,6 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         return type(self)(**self.get_params())
 
     # ------------------------------------------------------------------------------------------------- save and load
-
-    @staticmethod
-    def clear_checkpoint(folder: os.PathLike[str] | str) -> None:
-        """Delete the state of a training that `fit` kept in a folder."""
-        Checkpoint(folder, "", resume=False).clear()
 
     def save(self, folder: os.PathLike[str] | str) -> None:
         """Into a folder: `config.json` and `model.safetensors`. Nothing is pickled."""
@@ -722,7 +734,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             raise ValueError("its parts do not fit together")
         self.history_ = History.from_dict(config["history"])
         self.scores_ = {name: None if s is None else Scores(**s) for name, s in config["scores"].items()}
-        self._set_rows()
+        self._rows = {key: row for row, key in enumerate(tail.keys)}
 
     def _save_pretrained(self, save_directory: Path) -> None:
         """For `save_pretrained` and `push_to_hub` of huggingface_hub."""
@@ -760,6 +772,11 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             allow_patterns=[storage.CONFIG, storage.TENSORS],
         )
         return cls._load(folder, device=device, verbose=verbose, links=True)
+
+
+def default_tokens(lookback: int) -> int:
+    """As many as the paper's smallest budget: 45 for 720 samples."""
+    return max(8, round(lookback / 16))
 
 
 def _device(name: str) -> torch.device:

@@ -20,7 +20,8 @@ def draw_forecast(
     *,
     past: tuple[Any, np.ndarray],
     future: Any,
-    forecasts: Mapping[str, np.ndarray],
+    name: str,
+    forecast: np.ndarray,
     bands: Mapping[float, tuple[np.ndarray, np.ndarray]] | None = None,
     truth: np.ndarray | None = None,
     title: str = "",
@@ -32,7 +33,8 @@ def draw_forecast(
         path: a .png, .svg or .pdf.
         past: stamps and samples.
         future: stamps (H,) of the forecasts.
-        forecasts: name -> (H,); the first is drawn in front.
+        name: of the forecast.
+        forecast: (H,)
         bands: level -> lower and upper (H,).
         truth: (H,), if it is known.
         title: of the picture.
@@ -47,14 +49,10 @@ def draw_forecast(
     for level in sorted(bands or {}, reverse=True):
         low, high = (bands or {})[level]
         axes.fill_between(future, low, high, color=shade[level], lw=0, label=f"{level:g} %")
-    colors = (CURVE, ACCENT, QUIET)
-    for i, (name, values) in reversed(list(enumerate(forecasts.items()))):
-        axes.plot(
-            future, values, color=colors[i % 3], lw=1.5 if i == 0 else 1.0, ls="-" if i == 0 else "--", label=name
-        )
-    axes.set_ylabel(unit)
+    axes.plot(future, forecast, color=CURVE, lw=1.5, label=name)
+    axes.set_ylabel(_plain(unit))
     axes.margins(x=0.01)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11)
     _date_axis(axes, future)
     add_legend(axes)
     save(figure, path)
@@ -82,7 +80,7 @@ def draw_bases(path: os.PathLike[str] | str, history: History, title: str = "") 
     axes.set_ylabel("base")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11)
     add_legend(axes)
     save(figure, path)
 
@@ -94,23 +92,28 @@ def draw_cutoffs(
     figure = new_figure(9, 3.8)
     axes = figure.subplots()
     truth = table.drop_duplicates(time_col).sort_values(time_col)
-    axes.plot(truth[time_col], truth["y"], color=INK, lw=0.9, label="what came")
     shade = _shades([float(level) for level in levels])
     for i, (cutoff, part) in enumerate(table.groupby("cutoff", sort=True)):
         for level in sorted(levels, key=float, reverse=True):
             low, high = part[f"{name}-lo-{level}"], part[f"{name}-hi-{level}"]
             label = f"{level} %" if i == 0 else None
             axes.fill_between(part[time_col], low, high, color=shade[float(level)], lw=0, label=label)
-        axes.plot(
-            part[time_col], part[name], color=CURVE if i % 2 == 0 else ACCENT, lw=1.4, label=name if i == 0 else None
-        )
+        label = f"{name}, cutoff by cutoff" if i == 0 else None
+        color = CURVE if i % 2 == 0 else ACCENT
+        axes.plot(part[time_col], part[name], color=color, lw=1.4, label=label, zorder=3)  # above the next one's bands
         axes.axvline(cutoff, color=QUIET, lw=0.8, ls=":", label="cutoff" if i == 0 else None)  # type: ignore[arg-type]
-    axes.set_ylabel("y")
+    axes.plot(truth[time_col], truth["y"], color=INK, lw=0.9, label="what came", zorder=4)
+    axes.set_ylabel("value")
     axes.margins(x=0.01)
-    figure.suptitle(title, fontsize=11)
+    figure.suptitle(_plain(title), fontsize=11)
     _date_axis(axes, truth[time_col])
     add_legend(axes)
     save(figure, path)
+
+
+def _plain(text: str) -> str:
+    """A dollar sign in a name is no formula."""
+    return text.replace("$", r"\$")
 
 
 def _shades(levels: Iterable[float]) -> dict[float, tuple[float, ...]]:

@@ -15,6 +15,7 @@ class TrainingBar:
         self.steps, self.max_epochs, self.label, self.show = steps, max_epochs, label, show
         self._bar: Any = None
         self._task: Any = None
+        self._began = False
 
     def __enter__(self) -> Self:
         if self.show:
@@ -46,5 +47,8 @@ class TrainingBar:
         """See `train.loop.Report`."""
         if self._bar is None:
             return
+        if not self._began:  # a resumed training has not run the epochs before at the speed of light
+            self._began = True
+            self._bar.reset(self._task, completed=epoch * self.steps + step - 1)
         text = f"loss {loss:.3f}" + (f" val {last.val_rmse:.4g}" if last is not None else "")
         self._bar.update(self._task, completed=epoch * self.steps + step, epoch=epoch + 1, loss=text)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import math
 import os
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
+import torch
 
+from .conformal import rank
+from .data.frames import Panel
 from .forecaster import Forecaster
 from .pictures import draw_forecast
 from .train import Scores
+from .train.metrics import Tally
 
 NAIVE = ("last value", "seasonal naive")
 
@@ -25,8 +29,9 @@ def format_scores(forecasters: Mapping[str, Forecaster]) -> str:
         scores = forecaster.scores_["test"]
         if scores is not None:
             rows[name] = scores
-    if not rows:
-        return "no test fold, so no test scores (validation scores are in the model's config.json)"
+    if not rows:  # none was held back, or the training may go on
+        val = {name: f.scores_["val"] for name, f in forecasters.items()}
+        return "\n".join(f"{name}: validation RMSE {s.rmse:.4g}, MAE {s.mae:.4g}" for name, s in val.items() if s)
     any_one = next(iter(forecasters.values()))
     rows |= {name: s for name in NAIVE if (s := any_one.scores_.get(name)) is not None}
     columns = ("rmse", "mae", "smape")
@@ -57,15 +62,24 @@ def scores_dict(forecaster: Forecaster) -> dict[str, Any]:
 
 
 def draw_last_window(
-    forecaster: Forecaster, table: Any, path: os.PathLike[str] | str, level: Sequence[float] = (80, 95), unit: str = ""
-) -> None:
-    """The forecast of the last `horizon` samples of the first series, beside what came."""
-    panel = forecaster._to_panel(table, forecaster.freq_)
-    keep = panel.lengths >= forecaster.lookback + forecaster.horizon
-    panel = panel.select(keep & (np.arange(len(panel)) == int(keep.argmax())))
-    before = panel.cut(panel.lengths - forecaster.horizon)
-    truth = panel.values[-forecaster.horizon :]
-    _draw(forecaster, before, path, level, truth, unit)
+    forecaster: Forecaster, table: Any, path: Path, level: Sequence[float] = (80, 95), unit: str = ""
+) -> Path | None:
+    """The forecast of the last `horizon` samples of the first series that has them, beside what came.
+
+    Returns the path; a picture that cannot be drawn (too many gaps, say) is a note and None, since a model was trained.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # `fit` has told about the frame
+            panel = forecaster._to_panel(table, forecaster.freq_)
+        keep = panel.lengths >= forecaster.lookback + forecaster.horizon
+        panel = panel.select(np.arange(len(panel)) == int(keep.argmax()))
+        truth = panel.values[-forecaster.horizon :]
+        _draw(forecaster, panel.cut(panel.lengths - forecaster.horizon), path, level, truth, unit)
+    except ValueError as error:
+        warnings.warn(f"no picture: {error}", stacklevel=2)
+        return None
+    return path
 
 
 def draw_future(forecaster: Forecaster, table: Any, path: os.PathLike[str] | str, level: Sequence[float]) -> None:
@@ -76,24 +90,25 @@ def draw_future(forecaster: Forecaster, table: Any, path: os.PathLike[str] | str
 
 def _draw(
     forecaster: Forecaster,
-    before: Any,
+    before: Panel,
     path: os.PathLike[str] | str,
     level: Sequence[float],
     truth: np.ndarray | None,
     unit: str,
 ) -> None:
-    levels = possible_levels(forecaster, level)
-    if forecaster.gaps == "fill":
-        before = before.filled(before.lengths[:, None])
+    K = len(forecaster.conformal_)
+    levels = [float(v) for v in level if rank(K, v) <= K]
+    before = forecaster._ready(before)
     columns = {name: a[0] for name, a in forecaster._intervals(before, levels).items()}
     name = forecaster.name
-    shown = min(len(before.values), max(forecaster.lookback // 2, forecaster.horizon))
+    shown = forecaster.lookback
     channel = f" / {before.channels[0]}" if before.channels else ""
     draw_forecast(
         path,
         past=(before.stamps(0, len(before.values) - shown, shown), before.values[-shown:]),
         future=before.future(forecaster.horizon),
-        forecasts={name: columns[name]},
+        name=name,
+        forecast=columns[name],
         bands={v: (columns[f"{name}-lo-{v:g}"], columns[f"{name}-hi-{v:g}"]) for v in levels},
         truth=truth,
         title=f"{before.ids[0]}{channel}: {forecaster.horizon} steps ahead from {forecaster.lookback} samples "
@@ -102,27 +117,19 @@ def _draw(
     )
 
 
-def possible_levels(forecaster: Forecaster, level: Sequence[float]) -> list[float]:
-    """Those that the number of calibration windows allows."""
-    K = len(forecaster.conformal_)
-    return [float(v) for v in level if math.ceil((K + 1) * v / 100 - 1e-9) <= K]
-
-
 def backtest_scores(forecaster: Forecaster, result: pd.DataFrame) -> dict[str, Any]:
     """Scores per cutoff and over all, and the coverage of each interval."""
     name = forecaster.name
     levels = [c.removeprefix(f"{name}-lo-") for c in result.columns if c.startswith(f"{name}-lo-")]
 
     def score(part: pd.DataFrame) -> dict[str, float]:
+        tally = Tally()
+        one = torch.ones(1, 1, dtype=torch.float64)
+        forecast, truth = (torch.tensor(part[column].to_numpy())[None] for column in (name, "y"))
+        tally.add(forecast, truth, mean=0 * one, deviation=one)
+        scores = tally.scores()
+        out = {"rmse": scores.rmse, "mae": scores.mae, "smape": scores.smape}
         seen = part[part["y"].notna()]
-        error = (seen[name] - seen["y"]).to_numpy()
-        size = (seen[name].abs() + seen["y"].abs()).to_numpy()
-        relative = np.divide(np.abs(error), size, out=np.zeros_like(error), where=size > 0)
-        out = {
-            "rmse": float(np.sqrt(np.mean(error**2))),
-            "mae": float(np.mean(np.abs(error))),
-            "smape": float(200 * np.mean(relative)),
-        }
         for v in levels:
             inside = (seen["y"] >= seen[f"{name}-lo-{v}"]) & (seen["y"] <= seen[f"{name}-hi-{v}"])
             out[f"coverage-{v}"] = float(inside.mean())
@@ -156,4 +163,4 @@ def draw_backtest(forecaster: Forecaster, result: pd.DataFrame, path: os.PathLik
         first = first[first[key] == first[key].iloc[0]]
     levels = [c.removeprefix(f"{name}-lo-") for c in first.columns if c.startswith(f"{name}-lo-")]
     title = " / ".join(str(first[key].iloc[0]) for key in keys) or str(forecaster.target_col)
-    draw_cutoffs(Path(path), first, forecaster.time_col, name, levels, f"{title}: forecasts from moving cutoffs")
+    draw_cutoffs(path, first, forecaster.time_col, name, levels, f"{title}: forecasts from moving cutoffs")

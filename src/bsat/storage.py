@@ -19,23 +19,35 @@ CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
 def write_folder(folder: os.PathLike[str] | str, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Each file whole or not at all; the one that vouches for the other is written last."""
+    """Both files are whole before either takes its place. Should the machine die between the two renames, the one does
+    not vouch for the other, and the folder is refused rather than misread."""
     from safetensors.torch import save_file
 
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"a model is saved as a folder; {folder} is a file. Choose another name.")
+    check_target(folder)
+    from . import __version__
+
     json.dumps(config, allow_nan=False)  # what cannot be written is told before anything is
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: a.detach().cpu().contiguous() for name, a in tensors.items()}
-    with replacing(folder / TENSORS) as temporary:
-        save_file(tensors, temporary)
-        digest = _digest(temporary)
-    from . import __version__
+    with replacing(folder / TENSORS) as new_tensors, replacing(folder / CONFIG) as new_config:
+        save_file(tensors, new_tensors)
+        whole = {"format": FORMAT, "bsat": __version__, **config, "files": {TENSORS: _digest(new_tensors)}}
+        new_config.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
-    whole = {"format": FORMAT, "bsat": __version__, **config, "files": {TENSORS: digest}}
-    with replacing(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+def check_target(folder: Path) -> None:
+    """Whether a model may be saved there: not over a file, nor over a config.json that is not ours."""
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"a model is saved as a folder; {folder} is a file. Choose another name.")
+    path = folder / CONFIG
+    if path.exists():
+        try:
+            ours = "bsat" in json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError, TypeError, RecursionError):
+            ours = False
+        if not ours:
+            raise ValueError(f"{path} is not bsat's and would be overwritten. Choose another folder, or delete it.")
 
 
 def read_folder(folder: os.PathLike[str] | str, *, links: bool = False) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -455,7 +455,7 @@ def test_text_and_dates(stamps):
     ("stamps", "error", "match"),
     [
         (["2024-01-01", "soon", "2024-01-03"], ValueError, r"row 1 holds 'soon' \(1 in all\)"),
-        (["2024-01-01T00+01:00", "2024-05-01T00+02:00", "2024-06-01T00+02:00"], ValueError, "utc=True"),
+        ([20240130, 20240131, 20240201], ValueError, "look like dates"),
         ([1.0, 2.0, 3.0], TypeError, "got floating"),
         ([True, False, True], TypeError, "got boolean"),
         (pd.period_range("2024-01", periods=3, freq="M"), TypeError, r"got period.*to_timestamp\(\)"),
@@ -714,3 +714,18 @@ def test_a_slip_of_the_pen_in_a_stamp(gaps):
         ValueError, match=r"over 50 times .*'b' has 10 rows but .* from 2024-01-01 08:00:00 to 2042-01-01 00:00:00"
     ):
         to_panel(df, gaps=gaps)
+
+
+def test_local_times_across_summer_time_become_utc():
+    """What pandas writes into a CSV for Europe/Paris: the offset changes, the hours do not."""
+    local = pd.date_range("2024-03-30 20:00", periods=10, freq="h", tz="Europe/Paris")
+    panel = to_panel(pd.DataFrame({"ds": local.map(str), "y": np.arange(10.0)}), id_col=None)
+    assert (panel.freq, panel.tz) == ("h", "UTC")
+    assert panel.future(1)[0] == local[-1] + pd.Timedelta("1h")
+
+
+def test_days_may_come_first():
+    days = pd.date_range("2024-01-01", periods=40, freq="D")
+    panel = to_panel(pd.DataFrame({"ds": days.strftime("%d/%m/%Y"), "y": np.arange(40.0)}), id_col=None)
+    assert panel.freq == "D"
+    assert panel.future(1)[0] == days[-1] + pd.Timedelta("1D")

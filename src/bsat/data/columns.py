@@ -123,6 +123,11 @@ def read_stamps(column: pd.Series, name: str) -> tuple[np.ndarray, str, str | No
             "all). Drop or mend those rows."
         )
     if is_integer(column.dtype):
+        if is_date_number(column):
+            raise ValueError(
+                f"column {name!r} must hold stamps; its whole numbers look like dates, such as {column.iloc[0]}. "
+                f'Convert it with pd.to_datetime(df[{name!r}], format="%Y%m%d"), or count from 0 if they are none.'
+            )
         whole = column.to_numpy()
         return whole.astype(np.int64), whole.dtype.name, None
     if arrow is not None:  # by way of integers: pandas would make an object of every stamp
@@ -157,9 +162,11 @@ def _parse_stamps(column: pd.Series, name: str) -> pd.Series:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that text has no clear format: the errors below say more
-        for form in ("ISO8601", None):  # the first also reads dates with and without hours beside one another
+        # The first also reads dates with and without hours beside one another, the third 31/12/2024, and the last local
+        # times whose offset changes with summer time, which become UTC.
+        for how in ({"format": "ISO8601"}, {}, {"dayfirst": True}, {"format": "ISO8601", "utc": True}):
             try:
-                return pd.to_datetime(column, format=form)
+                return pd.to_datetime(column, **how)
             except (ValueError, TypeError, OverflowError) as error:
                 reason = error
         readable = pd.to_datetime(column, errors="coerce", utc=True).notna()
@@ -169,3 +176,10 @@ def _parse_stamps(column: pd.Series, name: str) -> pd.Series:
     else:
         got = f"pandas says: {reason} Convert it with pd.to_datetime(..., utc=True)."
     raise ValueError(f"column {name!r} must hold stamps that pd.to_datetime reads; {got}") from reason
+
+
+def is_date_number(column: pd.Series) -> bool:
+    """Whether whole numbers are dates such as 20240131."""
+    if not pd.api.types.is_integer_dtype(column.dtype) or not column.between(19000101, 21001231).all():
+        return False
+    return bool(pd.to_datetime(column.astype(str), format="%Y%m%d", errors="coerce").notna().all())

@@ -31,6 +31,10 @@ def read_table(path: Path) -> pd.DataFrame:
         if type(error).__module__.startswith("pyarrow"):
             raise ValueError(f"{path} cannot be read as a parquet file: {error}") from error
         raise
+    if len(table.columns) == 1 and ";" in str(table.columns[0]):
+        raise ValueError(
+            f"{path.name} must be separated by commas; its first line is {str(table.columns[0])[:60]!r}. Convert it."
+        )
     if table.empty:
         raise ValueError(f"{path} must have at least one row and one column; it has shape {table.shape}.")
     return table
@@ -44,6 +48,10 @@ def read_frame(
     What is not named is guessed: `unique_id`, or a single series; `ds`, or the first column of stamps; `y`, or the only
     other numeric column.
     """
+    import pandas as pd
+
+    from .columns import is_date_number
+
     table = read_table(path)
     columns = [str(c) for c in table.columns]
     table = table.set_axis(columns, axis=1)
@@ -53,13 +61,20 @@ def read_frame(
     if id_col is None and "unique_id" in columns:
         id_col = "unique_id"
     if time_col is None:
-        time_col = "ds" if "ds" in columns else next((c for c in columns if holds_stamps(table[c])), None)
+        dates = (c for c in columns if holds_stamps(table[c]) or is_date_number(table[c]))
+        time_col = "ds" if "ds" in columns else next(dates, None)
     if time_col is None:
         raise ValueError(
             f"{path.name} must have a column of time stamps, or --time-col must name it; it has {', '.join(columns)}."
         )
+    if is_date_number(table[time_col]):
+        table[time_col] = pd.to_datetime(table[time_col].astype(str), format="%Y%m%d")
     if target_col is None:
-        rest = [c for c in columns if c not in (id_col, time_col) and holds_numbers(table[c])]
+        rest = [
+            c
+            for c in columns
+            if c not in (id_col, time_col) and not c.startswith("Unnamed:") and holds_numbers(table[c])
+        ]  # an unnamed column is the index that pandas wrote
         if "y" in columns:
             target_col = "y"
         elif len(rest) == 1:
@@ -67,7 +82,19 @@ def read_frame(
         else:
             have = f"{len(rest)} ({', '.join(rest)})" if rest else f"none of {', '.join(columns)}"
             raise ValueError(f"{path.name} must have one numeric column, or --target-col must name it; it has {have}.")
+    for name in (time_col, target_col):
+        if is_number(name) or (name[:1].isdigit() and holds_stamps(pd.Series([name]))):
+            raise ValueError(f"{path.name} must have a header line; its first line holds {name!r}. Add e.g. ds,y.")
     return table, {"id_col": id_col, "time_col": time_col, "target_col": target_col}
+
+
+def is_number(text: str) -> bool:
+    """Whether a column's name is a value of it."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def holds_numbers(values: pd.Series) -> bool:
@@ -100,11 +127,6 @@ def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]
     import pandas as pd
 
     table = read_table(path)
-    if len(table.columns) == 1 and ";" in str(table.columns[0]):
-        raise ValueError(
-            f"{path.name} must be separated by commas; its first line is {str(table.columns[0])[:60]!r}. Convert it."
-        )
-
     numeric = [str(c) for c in table.columns if holds_numbers(table[c])]
     if column is None:
         if "y" in numeric:

@@ -43,6 +43,11 @@ class Panel:
         """(R,) the number of samples of each row."""
         return np.diff(self.offsets)
 
+    @property
+    def keys(self) -> list[Any]:
+        """What tells the rows apart: ids, or pairs of id and channel."""
+        return self.ids if self.channels is None else list(zip(self.ids, self.channels, strict=True))
+
     def stamps(self, row: int, start: int, count: int) -> Any:
         """The stamps of samples start, ..., start + count - 1 of a row, also past its end.
 

@@ -21,13 +21,29 @@ class Checkpoint:
     Args:
         folder: where the file lies.
         fingerprint: of everything that shapes the training; a checkpoint of another one is refused.
-        resume: go on from what is there; else it is overwritten.
+        resume: go on from what is there; without it, an unfinished training is not overwritten but refused.
     """
 
     def __init__(self, folder: os.PathLike[str] | str, fingerprint: str, *, resume: bool) -> None:
         self.path = Path(folder) / NAME
         self.fingerprint = fingerprint
         self.resume = resume
+        if not resume and self._unfinished():
+            raise ValueError(
+                f"{self.path} is a training that was not finished. Resume it, or delete that file to start anew."
+            )
+
+    def _unfinished(self) -> bool:
+        """Whether there is a training whose end has not come; what cannot be read is none."""
+        from safetensors import SafetensorError, safe_open
+
+        if not self.path.is_file():
+            return False
+        try:
+            with safe_open(self.path, "pt") as file:
+                return not json.loads((file.metadata() or {}).get("history", "{}")).get("stopped")
+        except (SafetensorError, ValueError):
+            return False
 
     def save(
         self, network: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], history: dict[str, Any]
@@ -78,6 +94,7 @@ class Checkpoint:
         device = next(network.parameters()).device
         return {name: a.to(device) for name, a in part("best.").items()}, json.loads(meta["history"])
 
-    def clear(self) -> None:
-        """The training is over."""
-        self.path.unlink(missing_ok=True)
+
+def clear_checkpoint(folder: os.PathLike[str] | str) -> None:
+    """The training is over."""
+    (Path(folder) / NAME).unlink(missing_ok=True)

@@ -107,8 +107,12 @@ class History:
         return cls([Epoch(**e) for e in d["epochs"]], d["best_epoch"], d["stopped"])
 
 
+REPORT_EVERY = 8
+"""Steps on a GPU, which must wait for its loss to be read."""
+
 Report = Callable[[int, int, float, "Epoch | None"], None]
-"""Called after every step with epoch, step, mean loss so far, and the last whole epoch."""
+"""Called after every step (on a GPU every few), and after every epoch, with epoch, step, mean loss so far, and the last
+whole epoch."""
 
 
 def train(
@@ -152,7 +156,7 @@ def train(
                 rate = config.learning_rate * learning_rate_factor(epoch)
                 for group in optimizer.param_groups:
                     group["lr"] = rate
-                torch.manual_seed(_epoch_seed(config.seed, epoch))
+                seed_generators(_epoch_seed(config.seed, epoch), device)
                 order = torch.randperm(len(train_set))[: config.epoch_windows].to(device)
                 loss = _run_epoch(network, optimizer, train_set, order, config, epoch, report, history)
                 scores = evaluate(network, val_set, mean, deviation)
@@ -181,6 +185,8 @@ def train(
         if history.best_epoch < 0:
             raise FloatingPointError(message)
         warnings.warn(f"{message} The best weights so far are kept.", RuntimeWarning, stacklevel=2)
+    if checkpoint is not None and history.stopped != "interrupted":
+        checkpoint.save(network, optimizer, best, history.to_dict())  # with its end
     network.load_state_dict(best)
     network.eval()
     return history
@@ -221,7 +227,7 @@ def _run_epoch(
         nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         total += loss.detach() * len(index)
-        if report is not None:
+        if report is not None and (order.device.type == "cpu" or step % REPORT_EVERY == 0):
             report(epoch, step + 1, float(total) / min((step + 1) * config.batch_size, len(order)), last)
     return float(total) / len(order)
 
@@ -243,6 +249,14 @@ def _finished(history: History, config: TrainConfig) -> bool:
     else:
         history.stopped = ""
     return bool(history.stopped)
+
+
+def seed_generators(seed: int, device: torch.device) -> None:
+    """The CPU's generator and that of the device; no other GPU's."""
+    torch.default_generator.manual_seed(seed)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(seed)
 
 
 def _epoch_seed(seed: int, epoch: int) -> int:
