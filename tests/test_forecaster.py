@@ -667,6 +667,66 @@ def test_an_interrupt_before_the_first_validation_is_passed_on(frame, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_an_unfinished_training_is_not_thrown_away(frame, tmp_path, interrupt, monkeypatch):
+    interrupt(1, "within")
+    f = make_forecaster(max_epochs=3, verbose=True).fit(frame, checkpoint=tmp_path)
+    assert f.scores_["test"] is None  # a training that may go on has not looked at the test fold
+    assert f.scores_["val"] is not None
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"not finished\. Resume it, or delete"):
+        make_forecaster(max_epochs=3).fit(frame, checkpoint=tmp_path)
+    assert make_forecaster(max_epochs=3).fit(frame, checkpoint=tmp_path, resume=True).scores_["test"] is not None
+    make_forecaster(max_epochs=1).fit(frame, checkpoint=tmp_path)  # a finished one makes room
+
+
+def test_resuming_nothing_is_told(frame, tmp_path, capsys):
+    make_forecaster(verbose=True).fit(frame, checkpoint=tmp_path, resume=True)
+    assert "nothing to resume" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_a_backtest(frame, interrupt):
+    interrupt(1, "within")
+    with pytest.raises(KeyboardInterrupt):
+        make_forecaster(max_epochs=3, verbose=True).cross_validation(frame, n_windows=2, refit=True)
+
+
+def test_a_backtest_may_be_forbidden_to_fit(fitted, frame):
+    fitted.cross_validation(frame, n_windows=1, allow_fit=False)
+    for f, count in ((fitted, 20), (make_forecaster(), 1)):
+        with pytest.raises(ValueError, match="must come after what the model learned from"):
+            f.cross_validation(frame, n_windows=count, step=1 if count == 1 else 12, allow_fit=False)
+
+
+@pytest.mark.parametrize(
+    "columns", [{"id_col": "BSAT"}, {"time_col": "cutoff"}, {"id_col": "channel"}, {"time_col": "y"}]
+)
+def test_columns_must_not_collide_with_those_of_the_forecasts(columns):
+    with pytest.raises(ValueError, match="the forecasts have columns of these names"):
+        make_forecaster(**columns)
+
+
+def test_filled_series_are_forecast_alike_with_and_without_a_frame(frame):
+    """Also where a gap lies across the edge of the test fold, within the last window."""
+    short = frame[frame["unique_id"] == "a"].iloc[:300]
+    f = make_forecaster(gaps="fill", folds=(0.6, 0.3, 0.1))
+    gappy = short.drop(
+        index=[*short.index[248:256], *short.index[262:278]]
+    )  # the window starts at 252, the fold at 270
+    f.fit(gappy)
+    assert_same(f.predict(level=[80]), f.predict(gappy, level=[80]))
+    thin = short.drop(index=short.index[255:290])
+    with pytest.raises(ValueError, match="must not make up most of a window"):
+        f.predict(thin)
+
+
+def test_an_unseen_series_with_gaps_is_scaled_by_all_that_is_given(frame):
+    f = make_forecaster(gaps="fill").fit(frame)
+    new = make_long(new=300)
+    new.loc[:200, "y"] += 1000
+    mean, deviation = new["y"].mean(), new["y"].std(ddof=0)
+    assert f._scaling(f._ready(f._to_panel(new, f.freq_))) == (pytest.approx([mean]), pytest.approx([deviation]))
+
+
 def test_a_finished_training_can_be_prolonged(frame, three_epochs, tmp_path):
     make_forecaster(max_epochs=2).fit(frame, checkpoint=tmp_path)
     for _ in range(2):  # the second time there is nothing left to do

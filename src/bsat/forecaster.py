@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -268,6 +269,11 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         self.mean_, self.deviation_ = mean, deviation
         self.learned_until_ = panel.at(edges[:, 2])  # the first stamp that neither training nor validation saw
         self._tail = given.tail(L)
+        if self.gaps == "fill":  # a gap that reaches into the window is filled from what lies before it, too
+            begins = self._tail.offsets[:-1]
+            whole = given.filled(given.lengths[:, None]).tail(L)
+            self._tail = replace(self._tail, values=self._tail.values.copy())
+            self._tail.values[begins] = whole.values[begins]
         self._rows = {key: row for row, key in enumerate(panel.keys)}
         self.conformal_ = self._calibrate(val_set)
         test = TokenBatches(windows(2), self.tokenizer_, network, keep=False)
