@@ -709,9 +709,7 @@ def test_filled_series_are_forecast_alike_with_and_without_a_frame(frame):
     """Also where a gap lies across the edge of the test fold, within the last window."""
     short = frame[frame["unique_id"] == "a"].iloc[:300]
     f = make_forecaster(gaps="fill", folds=(0.6, 0.3, 0.1))
-    gappy = short.drop(
-        index=[*short.index[248:256], *short.index[262:278]]
-    )  # the window starts at 252, the fold at 270
+    gappy = short.drop(index=[*short.index[248:256], *short.index[262:278]])  # window: 252 on; fold: 270 on
     f.fit(gappy)
     assert_same(f.predict(level=[80]), f.predict(gappy, level=[80]))
     thin = short.drop(index=short.index[255:290])
