@@ -1,0 +1,60 @@
+"""The documents say what is there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import bsat
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+
+
+def blocks(page, language):
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(encoding="utf-8"), re.S)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_links_lead_somewhere(page):
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        there = page.parent / path if path else page
+        assert there.exists(), target
+        if anchor:
+            heads = re.findall(r"^#+ (.*)$", there.read_text(encoding="utf-8"), re.M)
+            assert anchor in [re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads], target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_python_is_python(page):
+    for block in blocks(page, "python"):
+        compile(block, str(page), "exec")
+
+
+def test_the_readme_runs(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (code,) = blocks(ROOT / "README.md", "python")
+    assert 8 <= len(code.strip().splitlines()) <= 12
+    budget = "max_epochs=5, epoch_windows=2000"
+    assert budget in code
+    exec(code.replace(budget, "max_epochs=1, epoch_windows=128, d_model=8"), {})
+    assert "BSAT-hi-95" in capsys.readouterr().out
+    assert len(bsat.Forecaster.load("model", verbose=False).predict()) == 96
+
+
+def test_commands_of_the_docs_exist():
+    from typer.main import get_command
+
+    from bsat.cli import app
+
+    commands = get_command(app).commands
+    for page in PAGES:
+        for block in blocks(page, "console"):
+            for name, rest in re.findall(r"^\$ bsat (\w+)(.*)$", block, re.M):
+                assert name in commands, (page.name, name)
+                options = {o for p in commands[name].params for o in p.opts}
+                assert set(re.findall(r"(?<= )--[a-z-]+", rest.split("#")[0])) <= options, (page.name, name, rest)
