@@ -89,8 +89,8 @@ def test_scores_are_handed_on_as_the_sum_of_raw_scores(encoding):
             if i == 0:
                 assert handed[i][0] is None
             else:
-                torch.testing.assert_close(handed[i][0].view(-1, HEADS, N, N), before, rtol=0, atol=1e-10)
-            torch.testing.assert_close(handed[i][1].view(-1, HEADS, N, N), total, rtol=0, atol=1e-10)
+                torch.testing.assert_close(handed[i][0][0].view(-1, HEADS, N, N), before, rtol=0, atol=1e-10)
+            torch.testing.assert_close(handed[i][1][0].view(-1, HEADS, N, N), total, rtol=0, atol=1e-10)
             mixed = torch.softmax(total, -1) @ project(layer.attention, x)[2]
             x = norm(layer.attention_norm, x + join_heads(layer.attention, mixed))
             up, _, _, down = layer.feed_forward
@@ -441,3 +441,23 @@ def test_tokens_must_fit_into_the_window():
     for tokenizer, match in ((bsat.BSplineTokenizer(50), "strictly between"), (bsat.PatchTokenizer(7), "must divide")):
         with pytest.raises(ValueError, match=match):
             build_network(NetworkConfig(**SMALL), tokenizer, lookback=L, horizon=H)
+
+
+@pytest.mark.parametrize("encoding", ["lpe", "l-rope+lpe"])
+def test_a_forecast_made_in_parts_is_the_same(encoding, monkeypatch):
+    """Outputs and gradients, with parts of one window and of several, and a rest."""
+    values, positions, _ = make_inputs()
+    network = make_network(encoding=encoding, n_layers=3).double().eval()
+
+    def run():
+        network.zero_grad()
+        out = network(values, positions)
+        out.square().sum().backward()
+        return [out.detach(), *(p.grad.clone() for p in network.parameters())]
+
+    whole = run()
+    one = 8 * HEADS * N * N  # bytes of a window's scores
+    for part in (one // 2, one, 2 * one, 1):
+        monkeypatch.setattr("bsat.model.attention.PART", part)
+        for a, b in zip(run(), whole, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)

@@ -133,12 +133,12 @@ def test_scores_depend_on_differences_of_positions(learned):
     torch.manual_seed(0)
     attention = Attention(D, HEADS, rotary=RotaryPositions(D // HEADS, learned=learned), dropout=0.0).double()
     with torch.no_grad():
-        scores = attention(x, centers, None)[1]
-        shifted = attention(x, centers + 123.456, None)[1]
-        stretched = attention(x, centers * 1.1, None)[1]
+        (scores,) = attention(x, centers, None)[1]
+        (shifted,) = attention(x, centers + 123.456, None)[1]
+        (stretched,) = attention(x, centers * 1.1, None)[1]
         moved = centers.clone()
         moved[:, 3] += 0.25
-        moved = attention(x, moved, None)[1]
+        (moved,) = attention(x, moved, None)[1]
     torch.testing.assert_close(shifted, scores, rtol=0, atol=1e-11)
     assert (stretched - scores).abs().max() > 1e-2
     # One token moved: its row and its column change, and nothing else does, nor how it looks at itself.

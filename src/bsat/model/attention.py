@@ -8,6 +8,8 @@ from torch import Tensor, nn
 from .dropout import Dropout
 from .positions import RotaryPositions, rotate
 
+PART = 8 * 2**20
+
 
 class Attention(nn.Module):
     """softmax(Q K' / sqrt(k) + the scores of the layer before) V, projected.
@@ -27,8 +29,13 @@ class Attention(nn.Module):
         self.rotary = rotary
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, positions: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor]:
-        """x (B, n, d), positions (B, n) or (n,) and the scores (B h, n, n) of the layer before to x and scores."""
+    def forward(
+        self, x: Tensor, positions: Tensor, scores: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """x (B, n, d), positions (B, n) or (n,) and the scores of the layer before to x and scores.
+
+        Scores are (B h, n, n), in one part, or in several along the first axis; see `count_parts`.
+        """
         B, n, d = x.shape
         h, k = self.n_heads, d // self.n_heads
         qk, v = self.to_qkv(x).split([2 * d, d], -1)
@@ -39,7 +46,21 @@ class Attention(nn.Module):
         halves = 2 - k % 2  # an odd head has none, and no positions to turn by
         q, key = qk.reshape(B, n, 2, halves, h, k // halves).permute(2, 0, 4, 1, 3, 5).reshape(2, B * h, n, k).unbind(0)
         v = v.reshape(B, n, h, k).transpose(1, 2).reshape(B * h, n, k)
-        key = key * k**-0.5
-        scores = q @ key.mT if scores is None else torch.baddbmm(scores, q, key.mT)
-        mixed = self.dropout(scores.softmax(-1)) @ v  # (B h, n, k)
+        parts = count_parts(x, 4 * B * h * n * n)
+        split = zip(q.tensor_split(parts), (key * k**-0.5).tensor_split(parts), strict=True)
+        if scores is None:
+            scores = tuple(a @ b.mT for a, b in split)
+        else:
+            scores = tuple(torch.baddbmm(before, a, b.mT) for before, (a, b) in zip(scores, split, strict=True))
+        weighed = [self.dropout(s.softmax(-1)) @ a for s, a in zip(scores, v.tensor_split(parts), strict=True)]
+        mixed = weighed[0] if parts == 1 else torch.cat(weighed)  # (B h, n, k)
         return self.to_out(mixed.view(B, h, n, k).transpose(1, 2).reshape(B, n, d)), scores
+
+
+def count_parts(x: Tensor, size: int) -> int:
+    """In how many parts a CPU should make a tensor of so many bytes, along its first axis.
+
+    Parts of a few MiB stay in the caches, and in memory that is at hand: a larger block is asked of the system anew,
+    page by page, every time. A GPU has no such troubles.
+    """
+    return min(-(-size // PART), len(x)) if x.device.type == "cpu" and size > PART else 1

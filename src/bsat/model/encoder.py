@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor, nn
 
-from .attention import Attention
+from .attention import Attention, count_parts
 from .dropout import Dropout
 
 
@@ -32,6 +33,7 @@ class EncoderLayer(nn.Module):
     def __init__(self, attention: Attention, *, d_model: int, d_ff: int, dropout: float, ff_dropout: float) -> None:
         super().__init__()
         self.attention = attention
+        self.d_ff = d_ff
         self.attention_norm = TokenBatchNorm(d_model)
         self.feed_forward = nn.Sequential(
             nn.Linear(d_model, d_ff), nn.GELU(), Dropout(ff_dropout), nn.Linear(d_ff, d_model)
@@ -39,11 +41,15 @@ class EncoderLayer(nn.Module):
         self.feed_forward_norm = TokenBatchNorm(d_model)
         self.dropout = Dropout(dropout)
 
-    def forward(self, x: Tensor, positions: Tensor, scores: Tensor | None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, x: Tensor, positions: Tensor, scores: tuple[Tensor, ...] | None
+    ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """See `Attention`."""
         mixed, scores = self.attention(x, positions, scores)
         x = self.attention_norm(x + self.dropout(mixed))
-        return self.feed_forward_norm(x + self.dropout(self.feed_forward(x))), scores
+        parts = count_parts(x, 4 * x.shape[0] * x.shape[1] * self.d_ff)
+        fed = self.feed_forward(x) if parts == 1 else torch.cat([self.feed_forward(a) for a in x.tensor_split(parts)])
+        return self.feed_forward_norm(x + self.dropout(fed)), scores
 
 
 class Encoder(nn.Module):
