@@ -17,7 +17,7 @@ from .report import draw_last_window, format_scores, scores_dict
 from .tokens import BSplineTokenizer, DownsampleTokenizer, PatchTokenizer
 
 LOOKBACK, HORIZON, TOKENS = 720, 192, 45
-SETTINGS: dict[str, Any] = {"head": "spline", "max_epochs": 16, "epoch_windows": 2_000, "device": "cpu"}
+SETTINGS: dict[str, Any] = {"head": "spline", "max_epochs": 12, "epoch_windows": 2_000, "device": "cpu"}
 """The same for every tokenizer: the head that suits adaptive tokens, and a budget of a minute each."""
 
 
