@@ -68,8 +68,8 @@ def main() -> None:
     where = torch.cuda.get_device_name() if args.device == "cuda" else platform.machine()
     print(f"Python {platform.python_version()}, torch {torch.__version__}, {args.device} ({where})")
     for name, r in rows.items():
-        count = f"{r['differ']:,} of {r['numbers']:,}"
-        print(f"{name:12}{count} numbers differ, by {r['largest_relative']:.1e} at most")
+        most = f"{r['largest_relative']:.1e}"
+        print(f"{name:12}{r['differ']:>8,} of {r['numbers']:,} numbers differ; at most {most} relative")
 
 
 if __name__ == "__main__":
