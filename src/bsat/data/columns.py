@@ -71,11 +71,13 @@ def read_ids(column: pd.Series, name: str) -> tuple[np.ndarray | None, list[Any]
     array: Any = column.array
     first, last = array[0], array[-1]
     if all(pd.api.types.is_scalar(x) and not pd.isna(x) for x in (first, last)) and first == last:
-        # a list's count goes by identity first, which makes it ten times quicker than comparing objects
-        same = column.to_numpy().tolist().count(first) if column.dtype == object else (array == first).sum()
+        if column.dtype == object:  # a list's count goes by identity first: ten times quicker than comparing objects
+            same = column.to_numpy().tolist().count(first)
+        else:  # a missing id is neither the same nor another
+            same = 0 if array.isna().any() else int(np.count_nonzero(np.asarray(array == first)))
         if same == len(array):
             return None, [first.item() if isinstance(first, np.generic) else first]
-    codes, uniques = pd.factorize(array)
+    codes, uniques = array.factorize()
     if codes.min() < 0:
         row = int(codes.argmin())
         raise ValueError(
@@ -162,12 +164,13 @@ def _parse_stamps(column: pd.Series, name: str) -> pd.Series:
         )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that text has no clear format: the errors below say more
+        warnings.simplefilter("error", FutureWarning)  # of mixed time zones, an error since pandas 3
         # The first also reads dates with and without hours beside one another, the third 31/12/2024, and the last local
         # times whose offset changes with summer time, which become UTC.
         for how in ({"format": "ISO8601"}, {}, {"dayfirst": True}, {"format": "ISO8601", "utc": True}):
             try:
                 return pd.to_datetime(column, **how)
-            except (ValueError, TypeError, OverflowError) as error:
+            except (ValueError, TypeError, OverflowError, FutureWarning) as error:
                 reason = error
         readable = pd.to_datetime(column, errors="coerce", utc=True).notna()
     bad = np.flatnonzero((column.notna() & ~readable).to_numpy())

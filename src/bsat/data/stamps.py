@@ -70,7 +70,9 @@ def check_freq(freq: Any, integer: bool) -> str | int:
             raise ValueError(f"`freq` must be {kind}; got {freq!r}. Change it, or leave it out.")
         return int(freq)
     try:
-        offset = to_offset(to_offset(freq).freqstr)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # of old aliases, which get their new spelling
+            offset = to_offset(to_offset(freq).freqstr)
         hours = (pd.offsets.BusinessHour, pd.offsets.CustomBusinessHour)
         if offset.n < 1 or isinstance(offset, hours):
             raise ValueError(f"{offset.freqstr} is not a positive step of days or of time")
@@ -137,8 +139,9 @@ def _common_step(rows: Rows, place: np.ndarray) -> int:
 
 def _alias(step: int, tz: str | None) -> str:
     """Nanoseconds in pandas' words; its "D" is a local day, so 24 h are one only where all days are as long."""
-    whole_days = step % DAY == 0 and tz in (None, "UTC")
-    return str(to_offset(f"{step // DAY}D" if whole_days else pd.Timedelta(step)).freqstr)
+    if step % DAY:
+        return str(to_offset(pd.Timedelta(step)).freqstr)
+    return str(to_offset(f"{step // DAY}D" if tz in (None, "UTC") else f"{step // DAY * 24}h").freqstr)
 
 
 def fixed_step(freq: str | int, tz: str | None) -> int | None:
