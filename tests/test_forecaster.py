@@ -22,15 +22,6 @@ LENGTHS = {"a": 400, "b": 360}
 FOLDS = {"a": (240, 320, 400), "b": (216, 288, 360)}  # where train, validation and test end
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Networks as small as these spend their time waiting for the other threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def frame():
     return make_long(**LENGTHS)

@@ -22,15 +22,6 @@ from small import L, make_forecaster, make_long, make_values, weights_of
 FILES = [CONFIG, TENSORS]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """Networks as small as these spend their time waiting for the other threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def frame():
     return make_long(a=400, b=360)

@@ -32,7 +32,7 @@ from .spline import LARGEST
 from .tokens import TOKENIZERS, BSplineTokenizer, Tokenizer
 from .tokens.door import check_choice, check_finite, to_array, to_numpy, to_whole
 from .train import History, Scores, TokenBatches, TrainConfig, evaluate, evaluate_beside_naive, predict, train
-from .train.batches import bytes_per_window, make_inputs, run
+from .train.batches import bytes_per_window, make_inputs, run, tokenize
 from .train.checkpoint import Checkpoint
 from .train.loop import epoch_steps
 
@@ -494,9 +494,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         parts = []
         for start in range(0, len(windows), PREDICT_BATCH):
             past = torch.from_numpy(windows[start : start + PREDICT_BATCH]).to(device)
-            missing = torch.isnan(past) if self.gaps == "fit" else None
-            gappy = missing is not None and bool(missing.any())
-            tokens = self.tokenizer_.transform(past, mask=missing) if gappy else self.tokenizer_.transform(past)
+            tokens = tokenize(self.tokenizer_, past, gaps=self.gaps == "fit")
             parts.append(run(network, make_inputs(network, tokens, past)).cpu().numpy())
         out = np.concatenate(parts)
         if not np.isfinite(out).all():

@@ -21,7 +21,6 @@ from tiny_network import (
     make_network,
     make_stream,
     make_windows,
-    one_thread,
 )
 from torch import nn
 
@@ -29,8 +28,6 @@ import bsat
 from bsat.model import HEADS as HEAD_KINDS
 from bsat.model import NORMS, FlattenHead, InstanceNorm, NetworkConfig, SplineHead, build_network
 from bsat.model.dropout import Dropout
-
-quick = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 WIDTH = D // HEADS
 

@@ -7,12 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_network import HEADS, D, L, N, count_parameters, make_inputs, make_network, make_stream, one_thread
+from tiny_network import HEADS, D, L, N, count_parameters, make_inputs, make_network, make_stream
 
 from bsat.model import ENCODINGS, Attention, LearnedPositions, RotaryPositions
 from bsat.model.positions import BASE, rotate
-
-quick = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 ROTARY = [e for e in ENCODINGS if "rope" in e]
 

@@ -47,11 +47,3 @@ def make_stream(count=4, seed=1, dtype=torch.float64) -> torch.Tensor:
 
 def count_parameters(network: torch.nn.Module) -> int:
     return sum(p.numel() for p in network.parameters())
-
-
-def one_thread():
-    """A fixture: for matrices as small as these, waiting for a second thread takes longer than all the rest."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

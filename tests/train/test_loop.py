@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tiny_training import H, L, N, make_case, make_network, one_thread
+from tiny_training import H, L, N, make_case, make_network
 from torch import nn
 
 import bsat
@@ -27,8 +27,6 @@ from bsat.train import (
 from bsat.train.checkpoint import Checkpoint, clear_checkpoint
 from bsat.train.loop import epoch_steps, make_optimizer, mse
 from bsat.train.metrics import Tally
-
-quick = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 FAST = {"batch_size": 32, "max_epochs": 4, "learning_rate": 1e-2}
 

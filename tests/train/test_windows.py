@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny_training import H, L, N, make_case, one_thread
+from tiny_training import H, L, N, make_case
 
 import bsat
 from bsat.data import season_of
@@ -15,8 +15,6 @@ from bsat.data.frames import to_panel
 from bsat.data.windows import fit_scaling, make_windows
 from bsat.train import batches as batches_room
 from bsat.train.batches import bytes_per_window, make_inputs, run
-
-quick = pytest.fixture(autouse=True, scope="module")(one_thread)
 
 # ---- folds -----------------------------------------------------------------------------------------------------------
 

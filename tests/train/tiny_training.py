@@ -60,11 +60,3 @@ def make_case(tokenizer=None, *, rows=2, length=240, gaps=False, seed=0, **choic
     windows = [make_windows(series, offsets, edges, k, lookback=L, horizon=H, least=least) for k in range(3)]
     network = make_network(tokenizer, seed=seed, **choices)
     return Case(values, windows, torch.from_numpy(mean), torch.from_numpy(deviation), tokenizer, network)
-
-
-def one_thread():
-    """A fixture: for matrices as small as these, waiting for a second thread takes longer than all the rest."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)

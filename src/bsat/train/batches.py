@@ -26,6 +26,12 @@ class Inputs:
     window: tuple[Tensor, Tensor] | None
 
 
+def tokenize(tokenizer: Tokenizer, past: Tensor, *, gaps: bool) -> Tokens:
+    """Tokens of windows (B, L); with `gaps`, samples that are NaN are missing."""
+    missing = torch.isnan(past) if gaps else None
+    return tokenizer.transform(past, mask=missing if missing is not None and bool(missing.any()) else None)
+
+
 def make_inputs(network: Network, tokens: Tokens, past: Tensor | None) -> Inputs:
     """Tokens, and the windows where the network's norm looks at them, as the network wants them."""
     knots = tokens.knots if network.head.needs_knots else None  # type: ignore[attr-defined]
@@ -65,10 +71,7 @@ class TokenBatches:
         return len(self.windows)
 
     def _tokenize(self, past: Tensor) -> Tokens:
-        if not self.windows.gaps:
-            return self.tokenizer.transform(past)
-        missing = torch.isnan(past)
-        return self.tokenizer.transform(past, mask=missing if bool(missing.any()) else None)
+        return tokenize(self.tokenizer, past, gaps=self.windows.gaps)
 
     def _tokenize_all(self) -> Tokens:
         """Only what the network reads is kept."""
