@@ -34,7 +34,7 @@ from .tokens.door import check_choice, check_finite, to_array, to_numpy, to_whol
 from .train import History, Scores, TokenBatches, TrainConfig, evaluate, evaluate_beside_naive, predict, train
 from .train.batches import bytes_per_window, make_inputs, run, tokenize
 from .train.checkpoint import Checkpoint
-from .train.loop import epoch_steps
+from .train.settings import epoch_steps
 
 GAPS = ("error", "fit", "fill")
 KEPT_TOKENS = 512 * 2**20
@@ -54,7 +54,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         tokenizer: `BSplineTokenizer`, `PatchTokenizer` or `DownsampleTokenizer`; None means BSAT with L / 16 tokens.
         encoding, head, norm, d_model, n_layers, n_heads, ff_factor, dropout, ff_dropout, attention_dropout: see
             `bsat.model.NetworkConfig`.
-        learning_rate, weight_decay, batch_size, max_epochs, patience, grace, epoch_windows, seed: see
+        learning_rate, weight_decay, batch_size, max_epochs, patience, grace, epoch_windows, seed, deterministic: see
             `bsat.train.TrainConfig`.
         folds: shares of every series for training, validation and test; (0.8, 0.2, 0) keeps no test fold.
         gaps: what to do about missing stamps and NaN: "error", "fit" (fit the spline to what is there) or "fill"
@@ -94,6 +94,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         grace: int = TrainConfig.grace,
         epoch_windows: int | None = TrainConfig.epoch_windows,
         seed: int = TrainConfig.seed,
+        deterministic: bool = TrainConfig.deterministic,
         folds: Sequence[float] = SHARES,
         gaps: str = "error",
         drop_short: bool = False,
@@ -229,6 +230,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         drawn = self.train_config.epoch_windows or len(train_windows)
         token_bytes = bytes_per_window(tokenizer, network, L) * (len(train_windows) + len(val_windows))
         keep = tokenizer.adaptive and len(train_windows) <= drawn and token_bytes <= KEPT_TOKENS
+        keep = keep and device.type != "cuda"  # there tokens are made faster than they are fetched
         self._say(self._plan(panel, network, series, train_windows, val_windows, token_bytes if keep else None))
         train_set = TokenBatches(train_windows, tokenizer, network, keep=keep)
         val_set = TokenBatches(val_windows, tokenizer, network, keep=keep)

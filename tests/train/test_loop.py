@@ -25,8 +25,9 @@ from bsat.train import (
     train,
 )
 from bsat.train.checkpoint import Checkpoint, clear_checkpoint
-from bsat.train.loop import epoch_steps, make_optimizer, mse
+from bsat.train.loop import make_optimizer, mse
 from bsat.train.metrics import Tally
+from bsat.train.settings import epoch_seed, epoch_steps
 
 FAST = {"batch_size": 32, "max_epochs": 4, "learning_rate": 1e-2}
 
@@ -296,9 +297,9 @@ def test_the_same_seed_gives_the_same_training():
 
 
 def test_neighbouring_seeds_share_no_epoch():
-    seeds = {loop._epoch_seed(seed, epoch) for seed in range(50) for epoch in range(200)}
+    seeds = {epoch_seed(seed, epoch) for seed in range(50) for epoch in range(200)}
     assert len(seeds) == 50 * 200
-    assert 0 <= loop._epoch_seed(2**64 - 1, 5) < 2**63
+    assert 0 <= epoch_seed(2**64 - 1, 5) < 2**63
 
 
 @pytest.mark.parametrize("gaps", [False, True])

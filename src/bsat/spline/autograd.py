@@ -78,8 +78,9 @@ def _spread(u: Tensor, end: float, gap: float, m: int) -> Tensor:
     return z.clamp(end, (m - 1) - end - float(steps[-1])) + steps
 
 
-def basis(knots: Tensor, degree: int, x: Tensor) -> Tensor:
-    """Values of the basis functions, (B, q, n), at positions (q,) or (B, q); only p + 1 of the n are not zero."""
+def local_basis(knots: Tensor, degree: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The p + 1 basis functions that are not zero at positions (q,) or (B, q): the index of the first, (B, q), and
+    their values, (B, q, p + 1)."""
     p, n = degree, knots.shape[1] - degree - 1
     t = _wide(knots)
     x = x.to(t).expand(len(t), -1)
@@ -96,8 +97,14 @@ def basis(knots: Tensor, degree: int, x: Tensor) -> Tensor:
             raised.append(carried + right * term)
             carried = left * term
         N = [*raised, carried]
-    first = (span - p).unsqueeze(2) + torch.arange(p + 1, device=t.device)
-    out = torch.zeros(*x.shape, n, dtype=t.dtype, device=t.device).scatter(2, first, torch.stack(N, 2))
+    return span - p, torch.stack(N, 2)
+
+
+def basis(knots: Tensor, degree: int, x: Tensor) -> Tensor:
+    """Values of the basis functions, (B, q, n), at positions (q,) or (B, q); only p + 1 of the n are not zero."""
+    first, values = local_basis(knots, degree, x)
+    index = first.unsqueeze(2) + torch.arange(degree + 1, device=knots.device)
+    out = values.new_zeros(*first.shape, knots.shape[1] - degree - 1).scatter(2, index, values)
     return out.to(knots.dtype)
 
 

@@ -3,116 +3,32 @@
 from __future__ import annotations
 
 import math
+import os
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Self
 
 import torch
 from torch import Tensor, nn
 
+from .. import nvrtc
 from ..model import Network
-from ..tokens.door import to_whole
+from .bank import Bank
 from .batches import TokenBatches, run
 from .checkpoint import Checkpoint
 from .metrics import evaluate
+from .pack import Pack, can_pack, free_memory
 from .schedule import learning_rate_factor
-
-
-@dataclass(frozen=True, kw_only=True)
-class TrainConfig:
-    """How a network is trained. Batch size, epochs, schedule and stopping are the paper's; it searches the learning
-    rate and the weight decay.
-
-    Args:
-        learning_rate: at its peak.
-        weight_decay: AdamW's; of everything but the learned log-bases, which it would pull towards a base of 1.
-        batch_size: windows a step.
-        max_epochs: at most so many.
-        patience: stop after so many epochs without a better validation RMSE,
-        grace: but not within the first so many.
-        epoch_windows: train on at most so many windows an epoch, drawn anew for each, and validate on as many, spread
-            evenly; None means all.
-        seed: of weights, order and dropout.
-    """
-
-    learning_rate: float = 1e-3
-    weight_decay: float = 1e-4
-    batch_size: int = 128
-    max_epochs: int = 100
-    patience: int = 10
-    grace: int = 10
-    epoch_windows: int | None = 100_000
-    seed: int = 2025
-
-    def __post_init__(self) -> None:
-        for name, least in (("batch_size", 1), ("max_epochs", 1), ("patience", 1), ("grace", 0), ("seed", 0)):
-            object.__setattr__(self, name, to_whole(getattr(self, name), name, least))
-        if self.epoch_windows is not None:
-            object.__setattr__(self, "epoch_windows", to_whole(self.epoch_windows, "epoch_windows", 1))
-        for name in ("learning_rate", "weight_decay"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise TypeError(f"`{name}` must be a number; got {value!r}. Pass a float.")
-            if not (math.isfinite(value) and value >= 0) or (name == "learning_rate" and value == 0):
-                rule = "positive" if name == "learning_rate" else "at least 0"
-                raise ValueError(f"`{name}` must be {rule} and finite; got {value}. Pass e.g. 1e-3.")
-
-    @classmethod
-    def names(cls) -> tuple[str, ...]:
-        """The names of the choices."""
-        return tuple(field.name for field in fields(cls))
-
-
-@dataclass(frozen=True)
-class Epoch:
-    """What is recorded of an epoch; RMSE in the data's unit."""
-
-    epoch: int
-    learning_rate: float
-    loss: float
-    val_rmse: float
-    val_scaled_rmse: float
-    bases: list[float]
-    """exp of each layer's log-base; empty without L-RoPE"""
-    seconds: float
-
-
-@dataclass
-class History:
-    """Of a training."""
-
-    epochs: list[Epoch] = field(default_factory=list)
-    best_epoch: int = -1
-    stopped: str = ""
-    """"patience", "max_epochs", "interrupted" or "diverged\""""
-
-    @property
-    def best(self) -> Epoch:
-        """Whose weights were kept."""
-        return self.epochs[self.best_epoch]
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "best_epoch": self.best_epoch,
-            "stopped": self.stopped,
-            "epochs": [asdict(e) for e in self.epochs],
-        }
-
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> History:
-        """From JSON."""
-        return cls([Epoch(**e) for e in d["epochs"]], d["best_epoch"], d["stopped"])
-
+from .settings import Epoch, History, TrainConfig, draw_order, epoch_seed, epoch_steps, finished
 
 REPORT_EVERY = 8
 """Steps on a GPU, which must wait for its loss to be read."""
 
 Report = Callable[[int, int, float, "Epoch | None"], None]
-"""Called after every step (on a GPU every few), and after every epoch, with epoch, step, mean loss so far, and the last
-whole epoch."""
+"""Called after every step (on a GPU every few, or none), and after every epoch, with epoch, step, mean loss so far, and
+the last whole epoch."""
 
 
 def train(
@@ -129,8 +45,8 @@ def train(
     """Train a network in place and leave the weights with the least validation RMSE in it.
 
     The randomness of an epoch comes from the seed and its number alone, so a run repeats bitwise on a CPU, also when it
-    is stopped and resumed from a checkpoint. Ctrl-C ends it with the best weights so far. The caller's random state is
-    left as it was.
+    is stopped and resumed from a checkpoint. On an NVIDIA GPU the steps are captured as CUDA graphs. Ctrl-C ends it
+    with the best weights so far. The caller's random state is left as it was.
 
     Args:
         mean, deviation: (R,) in float64, the scaling of the series, for scores in the data's unit. With several series,
@@ -145,33 +61,26 @@ def train(
         if found is not None:
             best, meta = found
             history = History.from_dict(meta)
-    device = train_set.windows.series.device
     steps = epoch_steps(len(train_set), config)
-    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-    with forked:
+    engine = _choose_engine(network, optimizer, train_set, val_set, config, mean, deviation, report)
+    with engine:
         try:
-            while not _finished(history, config):
+            while not finished(history, config):
                 epoch = len(history.epochs)
                 began = time.perf_counter()
                 rate = config.learning_rate * learning_rate_factor(epoch)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                seed_generators(_epoch_seed(config.seed, epoch), device)
-                order = torch.randperm(len(train_set))[: config.epoch_windows].to(device)
-                loss = _run_epoch(network, optimizer, train_set, order, config, epoch, report, history)
-                scores = evaluate(network, val_set, mean, deviation)
-                if not (math.isfinite(loss) and math.isfinite(scores.rmse)):
+                loss, rmse, scaled_rmse, bases = engine.run_epoch(epoch, rate, history)
+                if not (math.isfinite(loss) and math.isfinite(rmse)):
                     history.stopped = "diverged"
                     break
-                bases = [float(b.detach().exp()) for b in network.log_bases()]
-                seconds = time.perf_counter() - began
-                done = Epoch(epoch, rate, loss, scores.rmse, scores.scaled_rmse, bases, seconds)
+                done = Epoch(epoch, rate, loss, rmse, scaled_rmse, bases, time.perf_counter() - began)
                 history.epochs.append(done)
                 if history.best_epoch < 0 or done.val_scaled_rmse < history.best.val_scaled_rmse:
-                    history.best_epoch, best = epoch, _copy(network)
+                    history.best_epoch, best = epoch, engine.weights()
                 if report is not None:
                     report(epoch, steps, loss, done)
                 if checkpoint is not None:
+                    engine.write_back()
                     checkpoint.save(network, optimizer, best, history.to_dict())
         except KeyboardInterrupt:
             if history.best_epoch < 0:
@@ -192,11 +101,6 @@ def train(
     return history
 
 
-def epoch_steps(windows: int, config: TrainConfig) -> int:
-    """Optimizer steps in an epoch; the last batch may be smaller."""
-    return math.ceil(min(windows, config.epoch_windows or windows) / config.batch_size)
-
-
 def make_optimizer(network: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
     """AdamW; fused where torch has it."""
     free = [p for name, p in network.named_parameters() if name.endswith("log_base")]
@@ -205,31 +109,159 @@ def make_optimizer(network: nn.Module, config: TrainConfig) -> torch.optim.Optim
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
 
 
-def _run_epoch(
+def _choose_engine(
     network: Network,
     optimizer: torch.optim.Optimizer,
-    batches: TokenBatches,
-    order: Tensor,
+    train_set: TokenBatches,
+    val_set: TokenBatches,
     config: TrainConfig,
-    epoch: int,
+    mean: Tensor,
+    deviation: Tensor,
     report: Report | None,
-    history: History,
-) -> float:
-    """The mean loss over the epoch's windows."""
-    network.train()
-    parameters = list(network.parameters())
-    total = torch.zeros((), device=order.device)
-    last = history.epochs[-1] if history.epochs else None
-    for step, index in enumerate(order.split(config.batch_size)):
-        loss = mse(run(network, batches.inputs(index)), batches.targets(index), gaps=batches.windows.gaps)
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-        optimizer.step()
-        total += loss.detach() * len(index)
-        if report is not None and (order.device.type == "cpu" or step % REPORT_EVERY == 0):
-            report(epoch, step + 1, float(total) / min((step + 1) * config.batch_size, len(order)), last)
-    return float(total) / len(order)
+) -> _Plain | _Captured:
+    """Captured steps where kernels, network and memory allow it and no determinism is asked for; else plain ones."""
+    device = train_set.windows.series.device
+    if nvrtc.serves(device) and not config.deterministic and can_pack(network):
+        source = train_set.tokenizer, network
+        drawn = min(len(train_set), config.epoch_windows or len(train_set))
+        size = Bank.size(drawn + len(val_set), source, train_set.windows.lookback)
+        if size <= free_memory(device) // 2:
+            return _Captured(network, optimizer, train_set, val_set, config, deviation)
+    return _Plain(network, optimizer, train_set, val_set, config, mean, deviation, report)
+
+
+class _Plain:
+    """An epoch at a time, step by step, in plain torch."""
+
+    def __init__(
+        self,
+        network: Network,
+        optimizer: torch.optim.Optimizer,
+        train_set: TokenBatches,
+        val_set: TokenBatches,
+        config: TrainConfig,
+        mean: Tensor,
+        deviation: Tensor,
+        report: Report | None,
+    ) -> None:
+        self.network, self.optimizer, self.config, self.report = network, optimizer, config, report
+        self.train_set, self.val_set, self.scaling = train_set, val_set, (mean, deviation)
+        self.device = train_set.windows.series.device
+        self._around = ExitStack()
+
+    def __enter__(self) -> Self:
+        self._around.enter_context(torch.random.fork_rng([self.device] if self.device.type == "cuda" else []))
+        if self.config.deterministic and self.device.type == "cuda":
+            self._around.enter_context(_deterministic())
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._around.close()
+
+    def run_epoch(self, epoch: int, rate: float, history: History) -> tuple[float, float, float, list[float]]:
+        """Train, then validate: the mean loss, the RMSE, that of the scaled series, and the learned bases."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        seed_generators(epoch_seed(self.config.seed, epoch), self.device)
+        order = draw_order(len(self.train_set), self.config, epoch, torch.default_generator).to(self.device)
+        loss = self._run_steps(order, epoch, history)
+        scores = evaluate(self.network, self.val_set, *self.scaling)
+        bases = [float(b.detach().exp()) for b in self.network.log_bases()]
+        return loss, scores.rmse, scores.scaled_rmse, bases
+
+    def _run_steps(self, order: Tensor, epoch: int, history: History) -> float:
+        network, batches, size = self.network.train(), self.train_set, self.config.batch_size
+        parameters = list(network.parameters())
+        total = torch.zeros((), device=self.device)
+        last = history.epochs[-1] if history.epochs else None
+        for step, index in enumerate(order.split(size)):
+            loss = mse(run(network, batches.inputs(index)), batches.targets(index), gaps=batches.windows.gaps)
+            self.optimizer.zero_grad(set_to_none=True)
+            loss.backward()
+            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+            self.optimizer.step()
+            total += loss.detach() * len(index)
+            if self.report is not None and (self.device.type == "cpu" or step % REPORT_EVERY == 0):
+                self.report(epoch, step + 1, float(total) / min((step + 1) * size, len(order)), last)
+        return float(total) / len(order)
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the network's state."""
+        return _copy(self.network)
+
+    def write_back(self) -> None:
+        """Network and optimizer are up to date."""
+
+
+class _Captured:
+    """The same on a GPU as captured graphs: a pack of one."""
+
+    def __init__(
+        self,
+        network: Network,
+        optimizer: torch.optim.Optimizer,
+        train_set: TokenBatches,
+        val_set: TokenBatches,
+        config: TrainConfig,
+        deviation: Tensor,
+    ) -> None:
+        self.network, self.optimizer = network, optimizer
+        source, windows = (train_set.tokenizer, network), train_set.windows
+        drawn = config.epoch_windows if config.epoch_windows and config.epoch_windows < len(windows) else None
+        train, val = Bank(windows, [source], drawn), Bank(val_set.windows, [source])
+        self.pack = Pack([network], [config], train, val, [0], deviation=deviation)
+        self._moments("load")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.pack.release()
+
+    def run_epoch(self, epoch: int, rate: float, history: History) -> tuple[float, float, float, list[float]]:
+        """See `_Plain`."""
+        self.pack.run_epoch(epoch)
+        marks = self.pack.evaluate()
+        return marks.losses[0], marks.rmses[0], marks.scaled_rmses[0], marks.bases[0]
+
+    def weights(self) -> dict[str, Tensor]:
+        """A copy of the network's state."""
+        return {**_copy(self.network), **self.pack.stack.save(0)}
+
+    def write_back(self) -> None:
+        """Bring network and optimizer up to date, for a checkpoint."""
+        self.network.load_state_dict(self.weights())
+        self._moments("save")
+
+    @torch.no_grad()
+    def _moments(self, way: str) -> None:
+        """AdamW's moments between the optimizer and the pack."""
+        pack, steps = self.pack, self.pack.noise.step
+        first, second = pack.stack.views(pack.first), pack.stack.views(pack.second)
+        for name, parameter in self.network.named_parameters():
+            if way == "save":
+                self.optimizer.state[parameter] = {
+                    "step": steps[0].float().clone(),
+                    "exp_avg": first[name][0].reshape(parameter.shape).clone(),
+                    "exp_avg_sq": second[name][0].reshape(parameter.shape).clone(),
+                }
+            elif parameter in self.optimizer.state:
+                state = self.optimizer.state[parameter]
+                first[name][0].copy_(state["exp_avg"].reshape(first[name][0].shape))
+                second[name][0].copy_(state["exp_avg_sq"].reshape(second[name][0].shape))
+                steps.copy_(state["step"].reshape(1))
+
+
+@contextmanager
+def _deterministic() -> Iterator[None]:
+    """Only algorithms of torch that repeat bitwise."""
+    before = torch.are_deterministic_algorithms_enabled()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # torch insists on it
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 def mse(forecast: Tensor, truth: Tensor, *, gaps: bool) -> Tensor:
@@ -240,28 +272,12 @@ def mse(forecast: Tensor, truth: Tensor, *, gaps: bool) -> Tensor:
     return torch.where(seen, forecast - torch.nan_to_num(truth), 0).square().sum() / seen.sum()
 
 
-def _finished(history: History, config: TrainConfig) -> bool:
-    done = len(history.epochs)
-    if done >= config.max_epochs:
-        history.stopped = "max_epochs"
-    elif done > config.grace and done - 1 - history.best_epoch >= config.patience:
-        history.stopped = "patience"
-    else:
-        history.stopped = ""
-    return bool(history.stopped)
-
-
 def seed_generators(seed: int, device: torch.device) -> None:
     """The CPU's generator and that of the device; no other GPU's."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         with torch.cuda.device(device):
             torch.cuda.manual_seed(seed)
-
-
-def _epoch_seed(seed: int, epoch: int) -> int:
-    """Neighbouring seeds must not share epochs."""
-    return (seed * 1_000_003 + epoch) % 2**63
 
 
 def _copy(network: nn.Module) -> dict[str, Tensor]:

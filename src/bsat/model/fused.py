@@ -1,0 +1,261 @@
+"""The pass of `stacked`, and its gradient, as CUDA kernels around torch's matrix products.
+
+Written for training steps that are captured in a CUDA graph: nothing here waits for the device, the gradient is laid
+out by hand into one buffer, and what can be made again is not kept. The arithmetic is float32; sums over rows are in
+float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .. import nvrtc
+from .positions import BASE
+from .stacked import Batch, Noise, Shape, Stack, sites
+
+LAYERS, ATTENTION = (Path(__file__).with_name(name) for name in ("layers.cu", "attention.cu"))
+MOST_TOKENS = 512
+"""A thread for each; beyond it attention is not made for this."""
+
+SHARED = 40_000
+"""Bytes of shared memory that a block of the attention kernels may take; 48 KiB are there without asking."""
+
+
+def fits(shape: Shape) -> bool:
+    """Whether the kernels can take networks of this shape; else `stacked` does."""
+    deepest = shape.layers * shape.head_width
+    return shape.layers <= 4 and shape.width % 2 == 0 and shape.tokens <= MOST_TOKENS and deepest <= 256
+
+
+@dataclass
+class Saved:
+    """What the gradient needs of a layer."""
+
+    x: Tensor
+    qkv: Tensor
+    mixed: Tensor
+    spread: Tensor
+    z1: Tensor
+    stats1: Tensor
+    x1: Tensor
+    u: Tensor
+    z2: Tensor
+    stats2: Tensor
+
+
+class Fused:
+    """A stack's forward and backward pass.
+
+    Args:
+        stack: its parameters; they may change between calls, but not move.
+        noise: of the training steps.
+    """
+
+    def __init__(self, stack: Stack, noise: Noise) -> None:
+        self.stack, self.shape, self.noise = stack, stack.shape, noise
+        shape, M, device = stack.shape, len(stack), stack.theta.device
+        self.v, self.running = stack.views(), stack.running_views()
+        self.grad = torch.zeros_like(stack.theta)
+        self.g = stack.views(self.grad)
+        self.size = stack.theta.shape[1]
+        self.kernels = nvrtc.program(LAYERS)
+        k, threads = shape.head_width, -(-shape.tokens // 32) * 32
+        self.threads = threads
+        self.attention = []
+        for depth in range(1, shape.layers + 1):
+            tile = min(shape.tokens, max(8, SHARED // (4 * (depth + 1) * k)))
+            self.attention.append(nvrtc.program(ATTENTION, DEPTH=depth, WIDTH=k, TILE=tile, MOST=threads))
+        self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
+        self.chunks = 64
+        widest = max(2 * shape.width, shape.feed) * 2 + 4 * shape.width
+        self.partial = torch.empty(M * self.chunks * widest, dtype=torch.float64, device=device)
+        self.tickets = torch.zeros(M * (max(shape.width, shape.feed) // 8 + 2), dtype=torch.int32, device=device)
+        self.squares = torch.empty(M, 64, dtype=torch.float64, device=device)
+
+    # ------------------------------------------------------------------------------------------------------- launching
+
+    def _each(self, name: str, numbers: int, *args: object) -> None:
+        """A kernel over all numbers of every model."""
+        blocks = max(1, min(-(-numbers // 512), 2048))
+        self.kernels.launch(name, (blocks, len(self.stack)), 256, *args)
+
+    def _columns(self, name: str, rows: int, columns: int, *args: object) -> None:
+        """A kernel that sums over the rows."""
+        wide = 32 if columns >= 32 else 16 if columns >= 16 else 8
+        tall = 256 // wide
+        chunks = max(1, min(self.chunks, rows // (2 * tall)))
+        self.kernels.launch(name, (-(-columns // wide), chunks, len(self.stack)), (wide, tall), *args)
+
+    def _dropping(self, kind: int, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.noise.seeds, self.noise.step, self.noise.shares[kind] if training else None
+
+    # --------------------------------------------------------------------------------------------------------- forward
+
+    def forward(self, batch: Batch, *, training: bool) -> tuple[Tensor, list[Saved], Tensor]:
+        """Forecasts (M, B, H) before the head's bias, what the gradient needs, and the head's input."""
+        v, shape, size = self.v, self.shape, self.size
+        M, B, n = batch.positions.shape
+        rows, d = B * n, shape.width
+        x = _product(batch.values.view(M, rows, shape.features), v["embedding.weight"].mT)
+        rank = v["positions.by_rank"] if shape.ranked else None
+        self._each("embed", rows * d, x, v["embedding.bias"], rank, *self._dropping(0, training), rows, d, n, size)
+        saved: list[Saved] = []
+        for i in range(shape.layers):
+            x, layer = self._layer(i, x, [s.qkv for s in saved], batch, training)
+            saved.append(layer)
+        if batch.basis is not None:
+            x = (batch.basis.view(M * B, n, n) @ x.view(M * B, n, d)).view(M, B, n * d)
+        x = x.view(M, B, n * d)
+        return _product(x, v["head.project.weight"].mT), saved, x
+
+    def _layer(self, i: int, x: Tensor, before: list[Tensor], batch: Batch, training: bool) -> tuple[Tensor, Saved]:
+        v, shape, size, name, at = self.v, self.shape, self.size, f"encoder.layers.{i}", sites(i)
+        M, B, n = batch.positions.shape
+        rows, d = B * n, shape.width
+        qkv = _product(x, v[f"{name}.attention.to_qkv.weight"].mT)
+        base, base_stride = self._log_base(i)
+        self._each(
+            "rotate", rows * d // 2, qkv, v[f"{name}.attention.to_qkv.bias"], batch.positions, base, rows, d,
+            max(shape.head_width // 2, 1), size, base_stride,
+        )  # fmt: skip
+        mixed = torch.empty_like(x)
+        spread = x.new_empty(M, B, shape.heads, n) if training else None
+        four = [*before, qkv, None, None, None][:4]
+        self.attention[i].launch(
+            "attend", (shape.heads, B, M), self.threads,
+            *four, mixed, spread, *self._dropping(2, training), at[0], n, shape.heads,
+        )  # fmt: skip
+        z1 = _product(mixed, v[f"{name}.attention.to_out.weight"].mT)
+        x1, stats1 = self._norm(f"{name}.attention_norm", x, z1, v[f"{name}.attention.to_out.bias"], at[1], training)
+        u = _product(x1, v[f"{name}.feed_forward.0.weight"].mT)
+        fed = torch.empty_like(u) if training else u
+        self._each(
+            "gelu", rows * shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, *self._dropping(1, training), at[2],
+            rows, shape.feed, size,
+        )  # fmt: skip
+        z2 = _product(fed, v[f"{name}.feed_forward.3.weight"].mT)
+        x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
+        if not training:  # later layers still want the queries and keys; nobody wants the rest
+            x = mixed = z1 = x1 = u = z2 = x.new_empty(0)
+        return x2, Saved(x, qkv, mixed, spread, z1, stats1, x1, u, z2, stats2)  # type: ignore[arg-type]
+
+    def _log_base(self, i: int) -> tuple[Tensor | None, int]:
+        if self.shape.learned:
+            return self.v[f"encoder.layers.{i}.attention.rotary.log_base"], self.size
+        return self.fixed_base, 0
+
+    def _norm(
+        self, name: str, x: Tensor, y: Tensor, bias: Tensor, site: int, training: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Batch norm of x + drop(y + bias); in training y becomes that sum, otherwise the result."""
+        M, rows, d = x.shape
+        mean, var = self.running[f"{name}.running_mean"], self.running[f"{name}.running_var"]
+        weight, shift, stride = self.v[f"{name}.weight"], self.v[f"{name}.bias"], self.stack.running.shape[1]
+        if not training:
+            self._each("norm_still", rows * d, x, y, bias, mean, var, weight, shift, rows, d, self.size, stride)
+            return y, None
+        stats, out = x.new_empty(M, 2, d), torch.empty_like(x)
+        self._columns(
+            "norm_sums", rows, d, x, y, bias, stats, mean, var, self.partial, self.tickets, *self._dropping(0, True),
+            site, rows, d, self.size, stride,
+        )  # fmt: skip
+        self._each("norm_apply", rows * d, y, stats, weight, shift, out, rows, d, self.size)
+        return out, stats
+
+    # -------------------------------------------------------------------------------------------------------- backward
+
+    def backward(self, grad: Tensor, saved: list[Saved], last: Tensor, batch: Batch) -> None:
+        """From the gradient of the forecasts (M, B, H) to that of all parameters, in `grad`."""
+        v, g, shape, size = self.v, self.g, self.shape, self.size
+        M, B, n = batch.positions.shape
+        d = shape.width
+        _product(grad.mT, last, out=g["head.project.weight"])
+        torch.sum(grad, 1, out=g["head.project.bias"])
+        flow = _product(grad, v["head.project.weight"])
+        if batch.basis is not None:
+            flow = batch.basis.view(M * B, n, n).mT @ flow.view(M * B, n, d)
+        flow = flow.view(M, B * n, d)
+        turned: list[Tensor] = [torch.empty_like(s.qkv) for s in saved]
+        for i in reversed(range(shape.layers)):
+            flow = self._layer_grad(i, flow, saved, turned, batch)
+        rank = g["positions.by_rank"] if shape.ranked else flow.new_empty(M, n, d)
+        self.kernels.launch(
+            "embed_grad", (-(-n * d // 128), M), 128, flow, rank, *self._dropping(0, True), B, d, n,
+            size if shape.ranked else n * d,
+        )  # fmt: skip
+        torch.sum(rank, 1, out=g["embedding.bias"])
+        _product(flow.mT, batch.values.view(M, B * n, shape.features), out=g["embedding.weight"])
+
+    def _layer_grad(self, i: int, flow: Tensor, saved: list[Saved], turned: list[Tensor], batch: Batch) -> Tensor:
+        v, g, shape, size, name, at = self.v, self.g, self.shape, self.size, f"encoder.layers.{i}", sites(i)
+        M, B, n = batch.positions.shape
+        rows, d, s = B * n, shape.width, saved[i]
+        side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
+        inner = _product(side, v[f"{name}.feed_forward.3.weight"])
+        fed = torch.empty_like(inner)
+        self._columns(
+            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"], fed,
+            g[f"{name}.feed_forward.0.bias"], self.partial, self.tickets, *self._dropping(1, True), at[2], rows,
+            shape.feed, size,
+        )  # fmt: skip
+        _product(side.mT, fed, out=g[f"{name}.feed_forward.3.weight"])
+        _product(inner.mT, s.x1, out=g[f"{name}.feed_forward.0.weight"])
+        flow.baddbmm_(inner, v[f"{name}.feed_forward.0.weight"])
+        del inner, fed
+        side = self._norm_grad(f"{name}.attention_norm", flow, s.z1, s.stats1, f"{name}.attention.to_out.bias", at[1])
+        _product(side.mT, s.mixed, out=g[f"{name}.attention.to_out.weight"])
+        mixed = _product(side, v[f"{name}.attention.to_out.weight"])
+        del side
+        four = [*(s.qkv for s in saved[: i + 1]), None, None, None][:4]
+        slopes = [*turned[: i + 1], None, None, None][:4]
+        self.attention[i].launch(
+            "attend_grad", (shape.heads, B, M), self.threads, *four, *slopes, s.mixed, mixed, s.spread,
+            *self._dropping(2, True), at[0], n, shape.heads, int(i + 1 < shape.layers),
+        )  # fmt: skip
+        base, base_stride = self._log_base(i)
+        base_grad = g[f"{name}.attention.rotary.log_base"] if shape.learned else None
+        self._columns(
+            "rotate_grad", rows, d // 2, turned[i], s.qkv, batch.positions, base, g[f"{name}.attention.to_qkv.bias"],
+            base_grad, self.partial, self.tickets, rows, d, max(shape.head_width // 2, 1), size, base_stride,
+        )  # fmt: skip
+        _product(turned[i].mT, s.x, out=g[f"{name}.attention.to_qkv.weight"])
+        return flow.baddbmm_(turned[i], v[f"{name}.attention.to_qkv.weight"])
+
+    def _norm_grad(self, name: str, flow: Tensor, z: Tensor, stats: Tensor, bias: str, site: int) -> Tensor:
+        """Turns `flow` into the gradient of x in x + drop(y + bias), and returns that of y."""
+        _, rows, d = flow.shape
+        weight, shift = self.g[f"{name}.weight"], self.g[f"{name}.bias"]
+        self._columns(
+            "norm_grad_sums", rows, d, flow, z, stats, weight, shift, self.partial, self.tickets, rows, d, self.size
+        )
+        side = torch.empty_like(flow)
+        self._columns(
+            "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], weight, shift, side, self.g[bias],
+            self.partial, self.tickets, *self._dropping(0, True), site, rows, d, self.size,
+        )  # fmt: skip
+        return side
+
+    # ------------------------------------------------------------------------------------------------------- optimizer
+
+    def update(self, first: Tensor, second: Tensor, rates: Tensor, decays: Tensor) -> None:
+        """Clip each model's gradient to norm 1, then AdamW at its own rate and decay, (M,) each, with its moments."""
+        M, chunks = len(self.stack), self.squares.shape[1]
+        self.kernels.launch("norms", (chunks, M), 256, self.grad, self.squares, self.size)
+        self._each(
+            "adamw", self.size, self.stack.theta, self.grad, first, second, self.squares, rates, decays,
+            self.noise.step, self.size, self.stack.free, chunks,
+        )  # fmt: skip
+
+
+def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """(M, r, c) @ (M, c, s)"""
+    if len(a) == 1:  # one network: torch picks better kernels for plain matrices
+        if out is not None:
+            torch.mm(a[0], b[0], out=out[0])
+            return out
+        return torch.mm(a[0], b[0]).unsqueeze(0)
+    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)

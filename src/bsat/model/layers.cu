@@ -1,0 +1,527 @@
+// What lies between the matrix products of a training step, fused: M models at once, each with its own batch.
+//
+// Activations are (M, R, d), R = B n rows. Parameters of all models lie in one (M, stride) buffer; a pointer to one of
+// them is that of the first model, and `stride` leads to the next. Sums over rows come in two steps, always in the same
+// order: blocks write partial sums in double precision, and the last block of a group to finish adds them up.
+
+#include "noise.cuh"
+
+// Blocks are (lanes of columns, lanes of rows); the grid is (groups of columns, chunks of rows, M).
+struct Tile {
+    int column, member, chunks;
+    long long base; // of the model's activations
+    __device__ Tile(int rows, int columns) {
+        column = blockIdx.x * blockDim.x + threadIdx.x;
+        member = blockIdx.z;
+        chunks = gridDim.y;
+        base = (long long)member * rows * columns;
+    }
+};
+
+// Adds up a[] and b[] of each column over all rows of the model. True in one row of threads of the last block, which
+// then holds the sums of its column. `partial` is (M, chunks, 2, columns), `tickets` (M, groups), zero before and after.
+__device__ bool add_up(double& a, double& b, int columns, double* partial, int* tickets) {
+    __shared__ double sums[2][256];
+    __shared__ int last;
+    const Tile tile(0, 0);
+    const int me = threadIdx.y * blockDim.x + threadIdx.x;
+    sums[0][me] = a;
+    sums[1][me] = b;
+    __syncthreads();
+    if (threadIdx.y == 0 && tile.column < columns) {
+        for (int y = 1; y < blockDim.y; y++) {
+            a += sums[0][y * blockDim.x + threadIdx.x];
+            b += sums[1][y * blockDim.x + threadIdx.x];
+        }
+        double* at = partial + ((long long)tile.member * tile.chunks + blockIdx.y) * 2 * columns + tile.column;
+        at[0] = a;
+        at[columns] = b;
+        __threadfence();
+    }
+    __syncthreads();
+    int* ticket = tickets + tile.member * gridDim.x + blockIdx.x;
+    if (me == 0) last = atomicAdd(ticket, 1) == tile.chunks - 1;
+    __syncthreads();
+    if (!last) return false;
+    __threadfence();
+    a = b = 0.0;
+    if (tile.column < columns) {
+        for (int chunk = threadIdx.y; chunk < tile.chunks; chunk += blockDim.y) {
+            const volatile double* at =
+                partial + ((long long)tile.member * tile.chunks + chunk) * 2 * columns + tile.column;
+            a += at[0];
+            b += at[columns];
+        }
+    }
+    sums[0][me] = a;
+    sums[1][me] = b;
+    __syncthreads();
+    if (me == 0) *ticket = 0;
+    if (threadIdx.y != 0 || tile.column >= columns) return false;
+    for (int y = 1; y < blockDim.y; y++) {
+        a += sums[0][y * blockDim.x + threadIdx.x];
+        b += sums[1][y * blockDim.x + threadIdx.x];
+    }
+    return true;
+}
+
+// The sum of one number of each of a power of two threads, in an order of its own but always the same; thread 0 has it.
+__device__ double gather(double mine) {
+    __shared__ double all[256];
+    __syncthreads();
+    all[threadIdx.x] = mine;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {
+        __syncthreads();
+        if (threadIdx.x < half) all[threadIdx.x] += all[threadIdx.x + half];
+    }
+    return all[0];
+}
+
+// ------------------------------------------------------------------------------------------------------------ batches
+
+// The batch of every model: tokens, positions, and targets in units of the window's own level and spread. A block is
+// one window of one model. `bank` says whose tokens a model reads; `order` (M or 1, order_stride) which windows, those
+// from *done on.
+extern "C" __global__ void take(const float* values, const float* positions, const float* levels, const float* series,
+                                const long long* starts, const long long* order, const int* bank, const int* done,
+                                float* out_values, float* out_positions, float* out_levels, float* out_targets,
+                                int windows, int order_stride, int cells, int tokens, int moving, int lookback,
+                                int horizon) {
+    const int b = blockIdx.x, B = gridDim.x, member = blockIdx.y;
+    const long long window = order[(long long)member * order_stride + *done + b];
+    const long long from = (long long)bank[member] * windows + window, to = (long long)member * B + b;
+    for (int i = threadIdx.x; i < cells; i += blockDim.x) out_values[to * cells + i] = values[from * cells + i];
+    for (int i = threadIdx.x; i < tokens; i += blockDim.x)
+        out_positions[to * tokens + i] = positions[(moving ? from : (long long)bank[member]) * tokens + i];
+    const float mean = levels[2 * from], deviation = levels[2 * from + 1];
+    if (threadIdx.x == 0) {
+        out_levels[2 * to] = mean;
+        out_levels[2 * to + 1] = deviation;
+    }
+    const float* future = series + starts[from] + lookback;
+    for (int i = threadIdx.x; i < horizon; i += blockDim.x)
+        out_targets[to * horizon + i] = (future[i] - mean) / deviation;
+}
+
+// How many targets of each model's batch were observed. One block a model.
+extern "C" __global__ void count(const float* targets, int* seen, int numbers) {
+    double sum = 0.0;
+    for (int i = threadIdx.x; i < numbers; i += blockDim.x) sum += !isnan(targets[(long long)blockIdx.x * numbers + i]);
+    sum = gather(sum);
+    if (threadIdx.x == 0) seen[blockIdx.x] = (int)sum;
+}
+
+// Squared errors of a window of a model (a block), in the unit of the scaled series, and the gradient of their mean.
+// `forecast` lacks the head's bias. `squares` is (M, B, 2): their sum, and how many. Missing targets count nothing.
+extern "C" __global__ void compare(const float* forecast, const float* bias, const float* targets, const float* levels,
+                                   const int* seen, float* grad, double* squares, int horizon, int stride) {
+    const int b = blockIdx.x, B = gridDim.x, member = blockIdx.y;
+    const long long at = (long long)member * B + b;
+    const float deviation = levels[2 * at + 1];
+    double sum = 0.0, there = 0.0;
+    const float factor = seen != nullptr ? 2.f / seen[member] : 2.f / ((float)B * horizon);
+    for (int i = threadIdx.x; i < horizon; i += blockDim.x) {
+        const float target = targets[at * horizon + i];
+        const bool known = !isnan(target);
+        const float ahead = forecast[at * horizon + i] + bias[(long long)member * stride + i];
+        const float error = known ? deviation * (ahead - target) : 0.f;
+        sum += (double)error * error;
+        there += known;
+        if (grad != nullptr) grad[at * horizon + i] = factor * deviation * error;
+    }
+    sum = gather(sum);
+    there = gather(there);
+    if (threadIdx.x == 0) {
+        squares[2 * at] = sum;
+        squares[2 * at + 1] = there;
+    }
+}
+
+// The end of a training step: adds the batch's loss times its windows to each model's total, and counts on. A block a
+// model.
+extern "C" __global__ void finish(const double* squares, double* totals, int* step, int* done, int B) {
+    double sum = 0.0, seen = 0.0;
+    for (int b = threadIdx.x; b < B; b += blockDim.x) {
+        sum += squares[2 * ((long long)blockIdx.x * B + b)];
+        seen += squares[2 * ((long long)blockIdx.x * B + b) + 1];
+    }
+    sum = gather(sum);
+    seen = gather(seen);
+    if (threadIdx.x == 0) {
+        totals[blockIdx.x] += sum / seen * B;
+        if (blockIdx.x == 0) {
+            *step += 1;
+            *done += B;
+        }
+    }
+}
+
+// The end of an evaluation step: sums (M, 3) of squared errors in the data's unit, of the scaled ones, and their count.
+extern "C" __global__ void tally(const double* squares, const long long* order, const int* rows, const double* unit,
+                                 double* sums, const int* done, int B) {
+    double in_unit = 0.0, scaled = 0.0, seen = 0.0;
+    for (int b = threadIdx.x; b < B; b += blockDim.x) {
+        const double* at = squares + 2 * ((long long)blockIdx.x * B + b);
+        const double deviation = unit[rows[order[*done + b]]];
+        in_unit += at[0] * deviation * deviation;
+        scaled += at[0];
+        seen += at[1];
+    }
+    in_unit = gather(in_unit);
+    scaled = gather(scaled);
+    seen = gather(seen);
+    if (threadIdx.x == 0) {
+        sums[3 * blockIdx.x] += in_unit;
+        sums[3 * blockIdx.x + 1] += scaled;
+        sums[3 * blockIdx.x + 2] += seen;
+    }
+}
+
+extern "C" __global__ void advance(int* done, int B) { *done += B; }
+
+// ---------------------------------------------------------------------------------------------------------- embedding
+
+// x = drop(x + bias + rank). rank may be null.
+extern "C" __global__ void embed(float* x, const float* bias, const float* rank, const int* seeds, const int* step,
+                                 const float* drop, int rows, int d, int tokens, int stride) {
+    const int member = blockIdx.y;
+    const Drop keep(seeds, step, drop, 0, member);
+    const unsigned size = (unsigned)rows * d;
+    float* mine = x + (long long)member * size;
+    const long long shift = (long long)member * stride;
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+        const int c = i % d, token = i / d % tokens;
+        float value = mine[i] + bias[shift + c];
+        if (rank != nullptr) value += rank[shift + token * d + c];
+        mine[i] = value * keep(i);
+    }
+}
+
+// grad = drop(grad); the sum over windows is the gradient of rank, (M, tokens, d) with its own stride.
+extern "C" __global__ void embed_grad(float* grad, float* rank, const int* seeds, const int* step, const float* drop,
+                                      int B, int d, int tokens, int stride) {
+    const int member = blockIdx.y, cells = tokens * d;
+    const int cell = blockIdx.x * blockDim.x + threadIdx.x;
+    if (cell >= cells) return;
+    const Drop keep(seeds, step, drop, 0, member);
+    float* mine = grad + (long long)member * B * cells;
+    float sum = 0.f;
+    for (int b = 0; b < B; b++) {
+        const unsigned i = (unsigned)b * cells + cell;
+        const float value = mine[i] * keep(i);
+        mine[i] = value;
+        sum += value;
+    }
+    rank[(long long)member * stride + cell] = sum;
+}
+
+// -------------------------------------------------------------------------------------------------------------- rotary
+
+// qkv (M, R, 3 d) += bias; then queries and keys are turned by position times base^exponent. log_base may be null.
+extern "C" __global__ void rotate(float* qkv, const float* bias, const float* positions, const float* log_base, int rows,
+                                  int d, int pairs, int stride, int base_stride) {
+    const int member = blockIdx.y, half = d / 2;
+    const float* add = bias + (long long)member * stride;
+    const float base = log_base != nullptr ? log_base[(long long)member * base_stride] : 0.f;
+    // A thread takes a pair of queries, the pair of keys at the same place, and two values.
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < rows * half; i += gridDim.x * blockDim.x) {
+        const int row = i / half, c = i % half;
+        float* at = qkv + ((long long)member * rows + row) * 3 * d;
+        float sin = 0.f, cos = 1.f;
+        if (log_base != nullptr)
+            sincosf(positions[(long long)member * rows + row] * expf(-base * (c % pairs) / pairs), &sin, &cos);
+        for (int part = 0; part < 3; part++) {
+            const int one = part * d + c, two = one + half;
+            const float a = at[one] + add[one], b = at[two] + add[two];
+            at[one] = part < 2 ? a * cos - b * sin : a;
+            at[two] = part < 2 ? a * sin + b * cos : b;
+        }
+    }
+}
+
+// grad (M, R, 3 d) is turned back; sums give the gradient of the bias, and of log_base if it is not null. The grid's
+// columns are the d / 2 pairs. partial has room for 4 sums of each pair.
+extern "C" __global__ void rotate_grad(float* grad, const float* qkv, const float* positions, const float* log_base,
+                                       float* bias_grad, float* base_grad, double* partial, int* tickets, int rows, int d,
+                                       int pairs, int stride, int base_stride) {
+    __shared__ double sums[7][256];
+    __shared__ int last;
+    const int half = d / 2, c = blockIdx.x * blockDim.x + threadIdx.x, member = blockIdx.z, chunks = gridDim.y;
+    const int me = threadIdx.y * blockDim.x + threadIdx.x;
+    const float base = log_base != nullptr ? log_base[(long long)member * base_stride] : 0.f;
+    const float exponent = -(float)(c % pairs) / pairs, speed = expf(base * exponent);
+    double total[7] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
+    if (c < half) {
+        for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += chunks * blockDim.y) {
+            const long long at = ((long long)member * rows + row) * 3 * d;
+            float sin = 0.f, cos = 1.f, angle = 0.f;
+            if (log_base != nullptr) {
+                angle = positions[(long long)member * rows + row] * speed;
+                sincosf(angle, &sin, &cos);
+            }
+            float turn = 0.f;
+            for (int part = 0; part < 3; part++) {
+                const long long one = at + part * d + c, two = one + half;
+                float da = grad[one], db = grad[two];
+                if (part < 2) {
+                    turn += db * qkv[one] - da * qkv[two];
+                    const float back = da * cos + db * sin;
+                    db = db * cos - da * sin;
+                    da = back;
+                    grad[one] = da;
+                    grad[two] = db;
+                }
+                total[2 * part] += da;
+                total[2 * part + 1] += db;
+            }
+            total[6] += (double)turn * angle * exponent;
+        }
+    }
+    for (int k = 0; k < 7; k++) sums[k][me] = total[k];
+    __syncthreads();
+    if (threadIdx.y == 0 && c < half) {
+        double* at = partial + ((long long)member * chunks + blockIdx.y) * 7 * half + c;
+        for (int k = 0; k < 7; k++) {
+            for (int y = 1; y < blockDim.y; y++) total[k] += sums[k][y * blockDim.x + threadIdx.x];
+            at[k * half] = total[k];
+        }
+        __threadfence();
+    }
+    __syncthreads();
+    // The last block of the whole model adds up, since the gradient of log_base is over all pairs.
+    if (me == 0) last = atomicAdd(tickets + member, 1) == gridDim.x * chunks - 1;
+    __syncthreads();
+    if (!last) return;
+    __threadfence();
+    const int threads = blockDim.x * blockDim.y;
+    double turns = 0.0;
+    for (int e = me; e < 7 * half; e += threads) {
+        const int k = e / half, pair = e % half;
+        const volatile double* at = partial + (long long)member * chunks * 7 * half + k * half + pair;
+        double sum = 0.0;
+        for (int chunk = 0; chunk < chunks; chunk++) sum += at[(long long)chunk * 7 * half];
+        if (k < 6)
+            bias_grad[(long long)member * stride + (k / 2) * d + (k % 2) * half + pair] = (float)sum;
+        else
+            turns += sum;
+    }
+    __syncthreads();
+    sums[0][me] = turns;
+    __syncthreads();
+    if (me == 0) {
+        tickets[member] = 0;
+        for (int i = 1; i < threads; i++) turns += sums[0][i];
+        if (base_grad != nullptr) base_grad[(long long)member * base_stride] = (float)turns;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- batch norm
+
+#define EPSILON 1e-5f
+#define MOMENTUM 0.1
+
+// z = x + drop(y + bias), into y. Its mean and inverse deviation over the rows go to stats (M, 2, d), and into the
+// running ones (mean, then variance), as torch does it.
+extern "C" __global__ void norm_sums(const float* x, float* y, const float* bias, float* stats, float* running_mean,
+                                     float* running_var, double* partial, int* tickets, const int* seeds,
+                                     const int* step, const float* drop, int site, int rows, int d, int stride,
+                                     int running_stride) {
+    const Tile tile(rows, d);
+    const Drop keep(seeds, step, drop, site, tile.member);
+    double sum = 0.0, squares = 0.0;
+    if (tile.column < d) {
+        const float add = bias[(long long)tile.member * stride + tile.column];
+        for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
+            const unsigned i = (unsigned)row * d + tile.column;
+            const float z = x[tile.base + i] + (y[tile.base + i] + add) * keep(i);
+            y[tile.base + i] = z;
+            sum += z;
+            squares += (double)z * z;
+        }
+    }
+    if (add_up(sum, squares, d, partial, tickets)) {
+        const double mean = sum / rows, variance = fmax(squares / rows - mean * mean, 0.0);
+        float* at = stats + (long long)tile.member * 2 * d + tile.column;
+        at[0] = (float)mean;
+        at[d] = (float)(1.0 / sqrt(variance + (double)EPSILON));
+        float* m = running_mean + (long long)tile.member * running_stride + tile.column;
+        float* v = running_var + (long long)tile.member * running_stride + tile.column;
+        *m = (float)((1.0 - MOMENTUM) * *m + MOMENTUM * mean);
+        *v = (float)((1.0 - MOMENTUM) * *v + MOMENTUM * variance * rows / (rows - 1.0));
+    }
+}
+
+// out = (z - mean) * inverse deviation * weight + shift
+extern "C" __global__ void norm_apply(const float* z, const float* stats, const float* weight, const float* shift,
+                                      float* out, int rows, int d, int stride) {
+    const int member = blockIdx.y;
+    const unsigned size = (unsigned)rows * d;
+    const long long base = (long long)member * size;
+    const float* mean = stats + (long long)member * 2 * d;
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+        const int c = i % d;
+        const long long p = (long long)member * stride + c;
+        out[base + i] = (z[base + i] - mean[c]) * mean[d + c] * weight[p] + shift[p];
+    }
+}
+
+// The same with the running statistics, of x + y + bias, into y.
+extern "C" __global__ void norm_still(const float* x, float* y, const float* bias, const float* running_mean,
+                                      const float* running_var, const float* weight, const float* shift, int rows,
+                                      int d, int stride, int running_stride) {
+    const int member = blockIdx.y;
+    const unsigned size = (unsigned)rows * d;
+    const long long base = (long long)member * size;
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+        const int c = i % d;
+        const long long p = (long long)member * stride + c, r = (long long)member * running_stride + c;
+        const float z = x[base + i] + y[base + i] + bias[p];
+        y[base + i] = (z - running_mean[r]) * rsqrtf(running_var[r] + EPSILON) * weight[p] + shift[p];
+    }
+}
+
+// The gradients of weight and shift.
+extern "C" __global__ void norm_grad_sums(const float* grad, const float* z, const float* stats, float* weight_grad,
+                                          float* shift_grad, double* partial, int* tickets, int rows, int d,
+                                          int stride) {
+    const Tile tile(rows, d);
+    double sum = 0.0, product = 0.0;
+    if (tile.column < d) {
+        const float* at = stats + (long long)tile.member * 2 * d + tile.column;
+        const float mean = at[0], inverse = at[d];
+        for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
+            const long long i = tile.base + (long long)row * d + tile.column;
+            sum += grad[i];
+            product += (double)grad[i] * ((z[i] - mean) * inverse);
+        }
+    }
+    if (add_up(sum, product, d, partial, tickets)) {
+        shift_grad[(long long)tile.member * stride + tile.column] = (float)sum;
+        weight_grad[(long long)tile.member * stride + tile.column] = (float)product;
+    }
+}
+
+// The gradient of z into grad (that of x), and drop of it into y_grad, and its sum over rows, that of the bias.
+extern "C" __global__ void norm_grad(float* grad, const float* z, const float* stats, const float* weight,
+                                     const float* weight_grad, const float* shift_grad, float* y_grad, float* bias_grad,
+                                     double* partial, int* tickets, const int* seeds, const int* step, const float* drop,
+                                     int site, int rows, int d, int stride) {
+    const Tile tile(rows, d);
+    const Drop keep(seeds, step, drop, site, tile.member);
+    double sum = 0.0, none = 0.0;
+    if (tile.column < d) {
+        const float* at = stats + (long long)tile.member * 2 * d + tile.column;
+        const long long p = (long long)tile.member * stride + tile.column;
+        const float mean = at[0], inverse = at[d], factor = weight[p] * inverse;
+        const float level = shift_grad[p] / rows, tilt = weight_grad[p] / rows;
+        for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
+            const unsigned i = (unsigned)row * d + tile.column;
+            const long long j = tile.base + i;
+            const float change = factor * (grad[j] - level - (z[j] - mean) * inverse * tilt), kept = change * keep(i);
+            grad[j] = change;
+            y_grad[j] = kept;
+            sum += kept;
+        }
+    }
+    // Without dropout the norm takes the bias out again: its gradient is 0, and AdamW would make steps of what rounding
+    // leaves of that.
+    if (add_up(sum, none, d, partial, tickets))
+        bias_grad[(long long)tile.member * stride + tile.column] = keep.least == 0 ? 0.f : (float)sum;
+}
+
+// -------------------------------------------------------------------------------------------------------- feed-forward
+
+__device__ float phi(float x) { return 0.5f * (1.f + erff(x * 0.70710678118654752f)); }
+
+// out = drop(gelu(u + bias)). The mask goes by column first, so that it is the same whatever the width is padded to.
+extern "C" __global__ void gelu(const float* u, const float* bias, float* out, const int* seeds, const int* step,
+                                const float* drop, int site, int rows, int width, int stride) {
+    const int member = blockIdx.y;
+    const Drop keep(seeds, step, drop, site, member);
+    const unsigned size = (unsigned)rows * width;
+    const long long base = (long long)member * size;
+    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+        const unsigned c = i % width, row = i / width;
+        const float x = u[base + i] + bias[(long long)member * stride + c];
+        out[base + i] = x * phi(x) * keep(c * rows + row);
+    }
+}
+
+// grad becomes that of u; out is made once more; the bias's gradient is the sum over rows.
+extern "C" __global__ void gelu_grad(float* grad, const float* u, const float* bias, float* out, float* bias_grad,
+                                     double* partial, int* tickets, const int* seeds, const int* step,
+                                     const float* drop, int site, int rows, int width, int stride) {
+    const Tile tile(rows, width);
+    const Drop keep(seeds, step, drop, site, tile.member);
+    double sum = 0.0, none = 0.0;
+    if (tile.column < width) {
+        const float add = bias[(long long)tile.member * stride + tile.column];
+        for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
+            const long long i = tile.base + (long long)row * width + tile.column;
+            const float x = u[i] + add, share = phi(x), kept = keep((unsigned)tile.column * rows + row);
+            const float change = grad[i] * kept * (share + x * 0.3989422804014327f * expf(-0.5f * x * x));
+            out[i] = x * share * kept;
+            grad[i] = change;
+            sum += change;
+        }
+    }
+    if (add_up(sum, none, width, partial, tickets))
+        bias_grad[(long long)tile.member * stride + tile.column] = (float)sum;
+}
+
+// --------------------------------------------------------------------------------------------------------------- head
+
+// The matrix (M B, n, n) that evaluates each window's spline at n uniform times: row t has `order` numbers from column
+// first[t] on. A block is one window of one model.
+extern "C" __global__ void basis(const int* first, const float* weights, const long long* order, const int* bank,
+                                 const int* done, float* out, int windows, int order_stride, int tokens, int width) {
+    const int b = blockIdx.x, B = gridDim.x, member = blockIdx.y;
+    const long long window = order[(long long)member * order_stride + *done + b];
+    const long long from = ((long long)bank[member] * windows + window) * tokens;
+    float* to = out + ((long long)member * B + b) * tokens * tokens;
+    for (int i = threadIdx.x; i < tokens * tokens; i += blockDim.x) {
+        const int t = i / tokens, k = i % tokens - first[from + t];
+        to[i] = k >= 0 && k < width ? weights[(from + t) * width + k] : 0.f;
+    }
+}
+
+// ---------------------------------------------------------------------------------------------------------- optimizer
+
+// Sums of squared gradients, (M, chunks). The grid is (chunks, M).
+extern "C" __global__ void norms(const float* grad, double* partial, int size) {
+    double sum = 0.0;
+    const float* mine = grad + (long long)blockIdx.y * size;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x)
+        sum += (double)mine[i] * mine[i];
+    sum = gather(sum);
+    if (threadIdx.x == 0) partial[blockIdx.y * gridDim.x + blockIdx.x] = sum;
+}
+
+// AdamW with each model's own rate and decay, after clipping the norm of its gradient to 1; the last `free` parameters
+// do not decay. *step is the number of steps before this one.
+extern "C" __global__ void adamw(float* theta, const float* grad, float* first, float* second, const double* partial,
+                                 const float* rates, const float* decays, const int* step, int size, int free,
+                                 int chunks) {
+    __shared__ float shared_clip;
+    const int member = blockIdx.y;
+    if (threadIdx.x == 0) {
+        double sum = 0.0;
+        for (int i = 0; i < chunks; i++) sum += partial[member * chunks + i];
+        shared_clip = (float)fmin(1.0, 1.0 / (sqrt(sum) + 1e-6));
+    }
+    __syncthreads();
+    const float clip = shared_clip, rate = rates[member];
+    const double t = *step + 1;
+    const float correction1 = (float)(1.0 - pow(0.9, t)), correction2 = (float)sqrt(1.0 - pow(0.999, t));
+    const long long base = (long long)member * size;
+    for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
+        const float g = grad[base + i] * clip;
+        float p = theta[base + i];
+        if (i < size - free) p -= rate * decays[member] * p;
+        const float m = first[base + i] + 0.1f * (g - first[base + i]);
+        const float v = 0.999f * second[base + i] + 0.001f * g * g;
+        first[base + i] = m;
+        second[base + i] = v;
+        theta[base + i] = p - rate / correction1 * m / (sqrtf(v) / correction2 + 1e-8f);
+    }
+}

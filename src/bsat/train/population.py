@@ -1,0 +1,320 @@
+"""A list of configurations in, trained networks out, as they finish: many at once, as many as the device takes.
+
+Configurations of one shape form a pack and are trained side by side (`pack`). With successive halving, all go as far as
+a rung, the better part goes on to the next, and packs shrink. A network trained in a pack is the network it would have
+been alone.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ..data.windows import Windows
+from ..model import Network, NetworkConfig, build_network
+from ..model.stacked import Shape, describe
+from ..tokens import Tokenizer
+from ..tokens.door import to_whole
+from .bank import Bank, Source
+from .pack import Marks, Pack, free_memory, training_bytes
+from .schedule import learning_rate_factor
+from .settings import Epoch, History, TrainConfig, finished
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One configuration: tokens, network and training."""
+
+    tokenizer: Tokenizer
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+
+@dataclass(frozen=True)
+class Halving:
+    """Successive halving: at epochs `grace`, `grace` x `reduction`, ... the best one in `reduction` goes on.
+
+    The paper's scheduler is asynchronous; here all trials of a call meet at the rung.
+    """
+
+    grace: int = 20
+    reduction: int = 3
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "grace", to_whole(self.grace, "grace", 1))
+        object.__setattr__(self, "reduction", to_whole(self.reduction, "reduction", 2))
+
+    def rungs(self, max_epochs: int) -> list[int]:
+        """Before which epochs trials are compared."""
+        rungs, at = [], self.grace
+        while at < max_epochs:
+            rungs.append(at)
+            at *= self.reduction
+        return rungs
+
+    def survivors(self, marks: dict[int, float]) -> set[int]:
+        """Of trials with their validation RMSE, those that go on: at least one."""
+        ranked = sorted((trial for trial in marks if math.isfinite(marks[trial])), key=lambda trial: marks[trial])
+        return set(ranked[: max(1, len(ranked) // self.reduction)])
+
+
+@dataclass
+class Trained:
+    """A trial that has come to its end."""
+
+    index: int
+    """in the list that was given"""
+    trial: Trial
+    history: History
+    """`stopped` is "patience", "max_epochs", "halved" or "diverged\""""
+    state: dict[str, Tensor]
+    """its best weights, on the CPU: `network.load_state_dict(..., strict=False)`"""
+    seconds: float
+    """of the packs it was in, divided by their members"""
+    pack: int
+    """how many were trained beside it at first, itself included"""
+    memory: int | None
+    """peak bytes on the device while its first pack trained, divided by its members; None on a CPU"""
+
+    @property
+    def rmse(self) -> float:
+        """The best validation RMSE, in the data's unit; infinity if there is none."""
+        return self.history.best.val_rmse if self.history.best_epoch >= 0 else math.inf
+
+
+@dataclass
+class Progress:
+    """How far a population has come."""
+
+    trials: int
+    finished: int = 0
+    epoch: int = 0
+    """of the pack at work"""
+    packs: int = 0
+    best: float = math.inf
+
+
+@dataclass
+class _Member:
+    """One trial on its way."""
+
+    index: int
+    trial: Trial
+    network: Network | None
+    shape: Shape
+    source: int
+    history: History = field(default_factory=History)
+    seconds: float = 0.0
+    beside: int = 0
+    memory: int | None = None
+
+
+def train_population(
+    trials: Sequence[Trial],
+    train_windows: Windows,
+    val_windows: Windows,
+    *,
+    deviation: Tensor,
+    halving: Halving | None = None,
+    memory: int | None = None,
+    report: Callable[[Progress], None] | None = None,
+) -> Iterator[Trained]:
+    """Train every trial and yield each as it finishes.
+
+    Args:
+        trials: what to train; tokenizers must be fitted.
+        train_windows, val_windows: of the folds, on the device to train on.
+        deviation: (R,) float64, the scaling of the rows, for scores in the data's unit.
+        halving: end the worse ones early.
+        memory: bytes of device memory that a pack may take; by default most of what is free.
+        report: called after every epoch of a pack.
+    """
+    if not trials:
+        raise ValueError("`trials` must hold at least one trial; got none.")
+    device = train_windows.series.device
+    members, groups = _gather(trials, train_windows, device)
+    rungs = sorted({r for t in trials for r in halving.rungs(t.train.max_epochs)}) if halving is not None else []
+    progress = Progress(len(trials))
+    banks = _Banks(train_windows, val_windows)
+    packs = [_Run(part, banks, deviation) for group in groups for part in _split(group, members, train_windows, memory)]
+    del members, groups
+
+    def note(run: _Run, done: Iterable[Trained]) -> Iterator[Trained]:
+        for trained in done:
+            progress.finished += 1
+            yield trained
+
+    for rung in [*rungs, None]:
+        for run in packs:
+            if not run.members:
+                continue
+            for done in run.train_until(rung, progress, report):
+                yield from note(run, done)
+            run.rest()
+        if rung is not None and halving is not None:
+            marks = {m.index: m.history.best.val_scaled_rmse for run in packs for m in run.members}
+            survivors = halving.survivors(marks)
+            for run in packs:
+                yield from note(run, run.drop([m for m in run.members if m.index not in survivors], "halved"))
+        packs = [run for run in packs if run.members]
+
+
+def _gather(trials: Sequence[Trial], windows: Windows, device: torch.device) -> tuple[list[_Member], list[list[int]]]:
+    """Build the networks, and say which may be trained together."""
+    members: list[_Member] = []
+    groups: dict[object, list[int]] = {}
+    for index, trial in enumerate(trials):
+        with torch.random.fork_rng([]):
+            torch.default_generator.manual_seed(trial.train.seed)
+            network = build_network(
+                trial.network, trial.tokenizer, lookback=windows.lookback, horizon=windows.horizon
+            ).to(device)
+        shape = describe(network)
+        assert shape is not None
+        members.append(_Member(index, trial, network, shape, -1))
+        alike = replace(shape, feed=0), trial.train.batch_size, trial.train.epoch_windows, trial.tokenizer.adaptive
+        groups.setdefault(alike, []).append(index)
+    return members, list(groups.values())
+
+
+def _split(group: list[int], members: list[_Member], windows: Windows, memory: int | None) -> Iterator[list[_Member]]:
+    """Packs that fit. Those with feed-forward parts of a width come together, so that little is padded."""
+    some = sorted((members[i] for i in group), key=lambda m: m.shape.feed)
+    if memory is None:
+        memory = int(0.7 * free_memory(windows.series.device))
+    while some:
+        each = training_bytes(some[-1].shape, some[-1].trial.train.batch_size)
+        room = max(1, memory // each)
+        count = math.ceil(len(some) / math.ceil(len(some) / room))
+        yield some[:count]
+        some = some[count:]
+
+
+class _Banks:
+    """Tokens made once for all packs that read the same ones."""
+
+    def __init__(self, train_windows: Windows, val_windows: Windows) -> None:
+        self.windows = train_windows, val_windows
+        self._kept: dict[object, tuple[Bank, Bank]] = {}
+
+    def of(self, members: Sequence[_Member]) -> tuple[Bank, Bank, list[int], list[int]]:
+        """Train bank, validation bank, and each member's source in either."""
+        keys: list[object] = []
+        sources: dict[object, Source] = {}
+        for member in members:
+            tokenizer, norm = member.trial.tokenizer, member.trial.network.norm
+            assert member.network is not None
+            keys.append((repr(tokenizer), getattr(tokenizer, "clip_factor_", None), norm, member.shape.spline))
+            sources.setdefault(keys[-1], (tokenizer, member.network))
+        own = [list(sources).index(key) for key in keys]
+        train_windows, val_windows = self.windows
+        most = members[0].trial.train.epoch_windows
+        kept = tuple(sources), most
+        drawn = most is not None and most < len(train_windows)
+        if kept not in self._kept:
+            val = Bank(val_windows.some(most), list(sources.values()))
+            self._kept[kept] = (val if drawn else Bank(train_windows, list(sources.values()))), val
+        train, val = self._kept[kept]
+        if drawn:  # everyone draws windows of their own
+            every: list[Source] = [(m.trial.tokenizer, m.network) for m in members if m.network is not None]
+            return Bank(train_windows, every, most), val, list(range(len(members))), own
+        return train, val, own, own
+
+
+class _Run:
+    """A pack and the histories of its members."""
+
+    def __init__(self, members: list[_Member], banks: _Banks, deviation: Tensor) -> None:
+        self.members, self.banks, self.deviation = members, banks, deviation
+        self.pack: Pack | None = None
+        self.rows = list(range(len(members)))
+        """which row of the pack each member is"""
+
+    def train_until(
+        self, rung: int | None, progress: Progress, report: Callable[[Progress], None] | None
+    ) -> Iterator[list[Trained]]:
+        """Go on to an epoch, or to the end; yields those that stop on the way."""
+        began = time.perf_counter()
+        if self.pack is None:
+            self._begin()
+        pack = self.pack
+        assert pack is not None
+        if pack.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pack.device)
+        while self.members and (rung is None or len(self.members[0].history.epochs) < rung):
+            epoch = len(self.members[0].history.epochs)
+            pack.run_epoch(epoch)
+            marks = pack.evaluate()
+            now = time.perf_counter()
+            share, began = (now - began) / len(self.members), now
+            stopped = self._record(pack, epoch, marks, share)
+            progress.epoch, progress.packs = epoch, len(pack)
+            found = [m.history.best.val_rmse for m in self.members if m.history.best_epoch >= 0]
+            progress.best = min([progress.best, *found])
+            yield self.drop(stopped)
+            if report is not None:
+                report(progress)
+
+    def _begin(self) -> None:
+        banks = self.banks.of(self.members)
+        networks = [m.network for m in self.members if m.network is not None]
+        configs = [m.trial.train for m in self.members]
+        self.pack = Pack(networks, configs, *banks, deviation=self.deviation)
+        for member in self.members:
+            member.beside = len(self.members)
+
+    def _record(self, pack: Pack, epoch: int, marks: Marks, seconds: float) -> list[_Member]:
+        """Add the epoch to the histories; returns who stops."""
+        stopped, improved = [], [False] * len(pack)
+        peak = torch.cuda.max_memory_allocated(pack.device) if pack.device.type == "cuda" else None
+        for member, row in zip(self.members, self.rows, strict=True):
+            history, config = member.history, member.trial.train
+            member.seconds += seconds
+            if epoch == 0 and peak is not None:
+                member.memory = peak // len(pack)
+            loss, rmse, scaled = marks.losses[row], marks.rmses[row], marks.scaled_rmses[row]
+            if not (math.isfinite(loss) and math.isfinite(rmse)):
+                history.stopped = "diverged"
+                stopped.append(member)
+                continue
+            rate = config.learning_rate * learning_rate_factor(epoch)
+            history.epochs.append(Epoch(epoch, rate, loss, rmse, scaled, marks.bases[row], seconds))
+            if history.best_epoch < 0 or scaled < history.best.val_scaled_rmse:
+                history.best_epoch, improved[row] = epoch, True
+            if finished(history, config):
+                stopped.append(member)
+        pack.keep_best(improved)
+        return stopped
+
+    def drop(self, members: Sequence[_Member], why: str | None = None) -> list[Trained]:
+        """End some of them. The pack shrinks when a good part of it would only be carried along."""
+        out = []
+        for member in members:
+            assert self.pack is not None
+            at = self.members.index(member)
+            row = self.rows[at]
+            if why is not None:
+                member.history.stopped = why
+            state = {name: a.cpu() for name, a in self.pack.best_state(row).items()}
+            out.append(
+                Trained(member.index, member.trial, member.history, state, member.seconds, member.beside, member.memory)
+            )
+            del self.members[at], self.rows[at]
+        if self.pack is not None and self.members and len(self.members) <= 0.75 * len(self.pack):
+            self.pack.shrink(self.rows)
+            self.rows = list(range(len(self.members)))
+        if not self.members:
+            self.pack = None
+        return out
+
+    def rest(self) -> None:
+        """Others will train now: give back what can be made again."""
+        if self.pack is not None:
+            self.pack.release()
+        for member in self.members:
+            member.network = None
