@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
 
-from ..spline import DEGREES, FEATURES, PLACEMENTS, SplineFit, SplineSpec, choose, is_tensor
+from ..spline import DEGREES, FEATURES, PLACEMENTS, SplineFit, SplineSpec, choose, is_tensor, on_gpu
 from .cache import TokenCache, as_cache, make_key
 from .clip_factor import search_clip_factor
 from .contract import Tokenizer, Tokens, sliding
@@ -239,7 +239,8 @@ class BSplineTokenizer(Tokenizer):
         threads = None if threads is None else to_whole(threads, "threads", 1)
         missing = None if mask is None else to_missing(mask, samples)
         quick = _stays_on_cpu(rows)
-        if missing is not None or not quick:
+        tells = missing is None and (quick or on_gpu(rows))  # a kernel says itself if it meets what is not finite
+        if not tells:
             check_finite(samples, "windows", missing)
         if missing is not None:
             self._check_counts((~missing).sum(1))
@@ -252,7 +253,7 @@ class BSplineTokenizer(Tokenizer):
         # Tensors that the kernel can answer for are arrays in between, so that both get the same numbers.
         arrays = [to_numpy(a) if quick else a for a in (rows, x, missing)]
         fit = self._fit_rows(*arrays, threads=threads)
-        if quick and np.isnan(fit.condition).any():
+        if tells and bool((fit.condition != fit.condition).any()):
             check_finite(samples, "windows")  # the kernel met it on its way; this finds and names it
         detail = self._details(fit.knots, *arrays) if self.detail else None
         results = (self._tame(fit.coefficients), centers(fit.knots, self.degree), fit.knots, fit.fallback, detail)
@@ -354,6 +355,8 @@ class BSplineTokenizer(Tokenizer):
     def _transform_series(
         self, series: Any, lookback: int, stride: int, missing: Any, threads: int | None
     ) -> BSplineTokens:
+        if missing is None and on_gpu(series):
+            return self._transform_series_on_gpu(series, lookback, stride)
         if missing is not None or not _stays_on_cpu(series):
             windows = sliding(series, lookback, stride)
             gaps = None if missing is None else sliding(missing, lookback, stride)
@@ -399,6 +402,30 @@ class BSplineTokenizer(Tokenizer):
 
         arrays = (coefficients, mu, knots, fallback, detail)
         fields = {name: finish(a) for name, a in zip(BSplineTokens.arrays, arrays, strict=True)}
+        return BSplineTokens(**fields, length=lookback, coefficient_kind=self.coefficients)
+
+    def _transform_series_on_gpu(self, series: Any, lookback: int, stride: int) -> BSplineTokens:
+        """The kernel takes its windows from the series itself."""
+        import torch
+
+        from ..spline import gpu
+
+        starts = torch.arange(0, len(series) - lookback + 1, stride, device=series.device)
+        channels = []
+        for values in series.detach().reshape(len(series), -1).T:
+            fit = gpu.tokenize_series(values, starts, lookback, self.spec)
+            detail = None
+            if self.detail:
+                windows = sliding(values, lookback, stride)
+                parts = [slice(i, i + CHUNK // 8) for i in range(0, len(starts), CHUNK // 8)]
+                detail = torch.cat([self._details(fit.knots[part], windows[part], None, None) for part in parts])
+            mu = centers(fit.knots, self.degree)
+            channels.append((self._tame(fit.coefficients), mu, fit.knots, fit.fallback, detail))
+        fields = {}
+        for name, parts_of in zip(BSplineTokens.arrays, zip(*channels, strict=True), strict=True):
+            one = parts_of[0]
+            whole = one is None or series.ndim == 1
+            fields[name] = one if whole else torch.stack(parts_of, min(one.ndim, 2))
         return BSplineTokens(**fields, length=lookback, coefficient_kind=self.coefficients)
 
     def inverse_transform(self, tokens: BSplineTokens, length: int | None = None) -> Any:  # type: ignore[override]
