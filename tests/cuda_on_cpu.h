@@ -105,6 +105,11 @@ struct Same {
 };
 
 template <class T>
+static inline T __ldcg(const T* from) {
+    return *from;
+}
+
+template <class T>
 static inline T __ldg(const T* from) {
     return *from;
 }

@@ -25,7 +25,7 @@ import torch
 from bsat import nvrtc
 
 HEADER = Path(__file__).with_suffix(".h")
-OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off")
+OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off")
 KERNEL = re.compile(
     r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\([^)]*\)\s+)?void\s+'
     r"(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\("

@@ -44,6 +44,11 @@ def serves(device: torch.device) -> bool:
     return device.type == "cuda" and available()
 
 
+def tensor_cores(device: torch.device) -> bool:
+    """Whether it multiplies matrices of TF32 (Ampere and later)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def program(path: Path, **constants: object) -> Program:
     """The kernels of a source file for the current device; ``constants`` are defined before its first line."""
     return _program(path, tuple(constants.items()), torch.cuda.current_device())

@@ -17,9 +17,15 @@ from .. import nvrtc
 from .positions import BASE
 from .stacked import Batch, Noise, Shape, Stack, sites
 
-LAYERS, ATTENTION = (Path(__file__).with_name(name) for name in ("layers.cu", "attention.cu"))
+LAYERS, ATTENTION, PRODUCT = (Path(__file__).with_name(name) for name in ("layers.cu", "attention.cu", "product.cu"))
 MOST_TOKENS = 512
 """A thread for each; beyond it attention is not made for this."""
+
+MEANWHILE = 2**22
+"""Up to so many numbers in a feed-forward part, the gradients of weights are computed beside the rest."""
+
+CHUNKS = 64
+"""Into which rows are cut for sums over them, at most."""
 
 SHARED = 40_000
 """Bytes of shared memory that a block of the attention kernels may take; 48 KiB are there without asking."""
@@ -63,18 +69,26 @@ class Fused:
         self.g = stack.views(self.grad)
         self.size = stack.theta.shape[1]
         self.kernels = nvrtc.program(LAYERS)
-        k, threads = shape.head_width, -(-shape.tokens // 32) * 32
-        self.threads = threads
+        self.product = self.weight_product = Products(M, device)
+        # The gradients of weights are nobody's input: what few small models leave idle can compute them meanwhile.
+        self.aside = torch.cuda.Stream(device) if device.type == "cuda" else None
+        if self.aside is not None:
+            self.weight_product = Products(M, device)
+        self._held: list[Tensor] = []
+        k, n = shape.head_width, shape.tokens
+        # Two heads fill the warps of a block better, but a few models fill the device better with small blocks.
+        self.packed = 2 if M >= 4 and 0 < n % 32 <= 16 and n < 64 and shape.heads % 2 == 0 else 1
+        self.threads = -(-self.packed * n // 32) * 32
         self.attention = []
         for depth in range(1, shape.layers + 1):
-            tile = min(shape.tokens, max(8, SHARED // (4 * (depth + 1) * k)))
-            self.attention.append(nvrtc.program(ATTENTION, DEPTH=depth, WIDTH=k, TILE=tile, MOST=threads))
+            tile = min(n, max(8, SHARED // (4 * (depth + 1) * k * self.packed)))
+            constants = {"DEPTH": depth, "WIDTH": k, "TILE": tile, "PACKED": self.packed, "MOST": self.threads}
+            self.attention.append(nvrtc.program(ATTENTION, **constants))
         self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
-        self.chunks = 64
         widest = max(2 * shape.width, shape.feed) * 2 + 4 * shape.width
-        self.partial = torch.empty(M * self.chunks * widest, dtype=torch.float64, device=device)
+        self.partial, self.rest = torch.empty(2, M * CHUNKS * widest, dtype=torch.float64, device=device)
         self.tickets = torch.zeros(M * (max(shape.width, shape.feed) // 8 + 2), dtype=torch.int32, device=device)
-        self.squares = torch.empty(M, 64, dtype=torch.float64, device=device)
+        self.squares = torch.empty(M, 256, dtype=torch.float64, device=device)
 
     # ------------------------------------------------------------------------------------------------------- launching
 
@@ -84,14 +98,28 @@ class Fused:
         self.kernels.launch(name, (blocks, len(self.stack)), 256, *args)
 
     def _columns(self, name: str, rows: int, columns: int, *args: object) -> None:
-        """A kernel that sums over the rows."""
+        """A kernel that goes down the columns."""
         wide = 32 if columns >= 32 else 16 if columns >= 16 else 8
-        tall = 256 // wide
-        chunks = max(1, min(self.chunks, rows // (2 * tall)))
-        self.kernels.launch(name, (-(-columns // wide), chunks, len(self.stack)), (wide, tall), *args)
+        grid = -(-columns // wide), self._chunks(rows, columns), len(self.stack)
+        self.kernels.launch(name, grid, (wide, 256 // wide), *args)
+
+    @staticmethod
+    def _chunks(rows: int, columns: int) -> int:
+        """Into how many parts the rows are cut for it; by the shape alone, so that sums do not depend on the stack."""
+        return max(1, min(CHUNKS, rows * min(columns, 32) // 512))
 
     def _dropping(self, kind: int, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.noise.seeds, self.noise.step, self.noise.shares[kind] if training else None
+
+    def _weight_grad(self, a: Tensor, b: Tensor, name: str) -> None:
+        """(M, o, r) @ (M, r, i) into the gradient of a weight, beside what goes on."""
+        if self.aside is None or not self._meanwhile:
+            self.product(a, b, out=self.g[name])
+            return
+        self.aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.aside):
+            self.weight_product(a, b, out=self.g[name])
+        self._held += [a, b]  # their memory must not be reused before the streams meet again
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -100,7 +128,7 @@ class Fused:
         v, shape, size = self.v, self.shape, self.size
         M, B, n = batch.positions.shape
         rows, d = B * n, shape.width
-        x = _product(batch.values.view(M, rows, shape.features), v["embedding.weight"].mT)
+        x = self.product(batch.values.view(M, rows, shape.features), v["embedding.weight"].mT)
         rank = v["positions.by_rank"] if shape.ranked else None
         self._each("embed", rows * d, x, v["embedding.bias"], rank, *self._dropping(0, training), rows, d, n, size)
         saved: list[Saved] = []
@@ -110,13 +138,13 @@ class Fused:
         if batch.basis is not None:
             x = (batch.basis.view(M * B, n, n) @ x.view(M * B, n, d)).view(M, B, n * d)
         x = x.view(M, B, n * d)
-        return _product(x, v["head.project.weight"].mT), saved, x
+        return self.product(x, v["head.project.weight"].mT), saved, x
 
     def _layer(self, i: int, x: Tensor, before: list[Tensor], batch: Batch, training: bool) -> tuple[Tensor, Saved]:
         v, shape, size, name, at = self.v, self.shape, self.size, f"encoder.layers.{i}", sites(i)
         M, B, n = batch.positions.shape
         rows, d = B * n, shape.width
-        qkv = _product(x, v[f"{name}.attention.to_qkv.weight"].mT)
+        qkv = self.product(x, v[f"{name}.attention.to_qkv.weight"].mT)
         base, base_stride = self._log_base(i)
         self._each(
             "rotate", rows * d // 2, qkv, v[f"{name}.attention.to_qkv.bias"], batch.positions, base, rows, d,
@@ -126,18 +154,18 @@ class Fused:
         spread = x.new_empty(M, B, shape.heads, n) if training else None
         four = [*before, qkv, None, None, None][:4]
         self.attention[i].launch(
-            "attend", (shape.heads, B, M), self.threads,
+            "attend", (shape.heads // self.packed, B, M), self.threads,
             *four, mixed, spread, *self._dropping(2, training), at[0], n, shape.heads,
         )  # fmt: skip
-        z1 = _product(mixed, v[f"{name}.attention.to_out.weight"].mT)
+        z1 = self.product(mixed, v[f"{name}.attention.to_out.weight"].mT)
         x1, stats1 = self._norm(f"{name}.attention_norm", x, z1, v[f"{name}.attention.to_out.bias"], at[1], training)
-        u = _product(x1, v[f"{name}.feed_forward.0.weight"].mT)
+        u = self.product(x1, v[f"{name}.feed_forward.0.weight"].mT)
         fed = torch.empty_like(u) if training else u
-        self._each(
-            "gelu", rows * shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, *self._dropping(1, training), at[2],
+        self._columns(
+            "gelu", rows, shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, *self._dropping(1, training), at[2],
             rows, shape.feed, size,
         )  # fmt: skip
-        z2 = _product(fed, v[f"{name}.feed_forward.3.weight"].mT)
+        z2 = self.product(fed, v[f"{name}.feed_forward.3.weight"].mT)
         x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
         if not training:  # later layers still want the queries and keys; nobody wants the rest
             x = mixed = z1 = x1 = u = z2 = x.new_empty(0)
@@ -160,61 +188,68 @@ class Fused:
             return y, None
         stats, out = x.new_empty(M, 2, d), torch.empty_like(x)
         self._columns(
-            "norm_sums", rows, d, x, y, bias, stats, mean, var, self.partial, self.tickets, *self._dropping(0, True),
-            site, rows, d, self.size, stride,
+            "norm_sums", rows, d, x, y, bias, self.partial, *self._dropping(0, True), site, rows, d, self.size
+        )
+        self._columns(
+            "norm_apply", rows, d, y, self.partial, self._chunks(rows, d), stats, mean, var, weight, shift, out, rows,
+            d, self.size, stride,
         )  # fmt: skip
-        self._each("norm_apply", rows * d, y, stats, weight, shift, out, rows, d, self.size)
         return out, stats
 
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, grad: Tensor, saved: list[Saved], last: Tensor, batch: Batch) -> None:
         """From the gradient of the forecasts (M, B, H) to that of all parameters, in `grad`."""
-        v, g, shape, size = self.v, self.g, self.shape, self.size
+        v, g, shape = self.v, self.g, self.shape
         M, B, n = batch.positions.shape
         d = shape.width
-        _product(grad.mT, last, out=g["head.project.weight"])
+        self._meanwhile = M * B * n * shape.feed <= MEANWHILE
+        self._weight_grad(grad.mT, last, "head.project.weight")
         torch.sum(grad, 1, out=g["head.project.bias"])
-        flow = _product(grad, v["head.project.weight"])
+        flow = self.product(grad, v["head.project.weight"])
         if batch.basis is not None:
             flow = batch.basis.view(M * B, n, n).mT @ flow.view(M * B, n, d)
         flow = flow.view(M, B * n, d)
         turned: list[Tensor] = [torch.empty_like(s.qkv) for s in saved]
         for i in reversed(range(shape.layers)):
             flow = self._layer_grad(i, flow, saved, turned, batch)
-        rank = g["positions.by_rank"] if shape.ranked else flow.new_empty(M, n, d)
+        sums = flow.new_empty(M, min(8, B), n * d)
         self.kernels.launch(
-            "embed_grad", (-(-n * d // 128), M), 128, flow, rank, *self._dropping(0, True), B, d, n,
-            size if shape.ranked else n * d,
-        )  # fmt: skip
-        torch.sum(rank, 1, out=g["embedding.bias"])
-        _product(flow.mT, batch.values.view(M, B * n, shape.features), out=g["embedding.weight"])
+            "embed_grad", (-(-n * d // 128), sums.shape[1], M), 128, flow, sums, *self._dropping(0, True), B, n * d
+        )
+        if shape.ranked:
+            torch.sum(sums, 1, out=g["positions.by_rank"].flatten(1))
+        torch.sum(sums.view(M, -1, d), 1, out=g["embedding.bias"])
+        self._weight_grad(flow.mT, batch.values.view(M, B * n, shape.features), "embedding.weight")
+        if self.aside is not None and self._held:
+            torch.cuda.current_stream().wait_stream(self.aside)
+            self._held.clear()
 
     def _layer_grad(self, i: int, flow: Tensor, saved: list[Saved], turned: list[Tensor], batch: Batch) -> Tensor:
         v, g, shape, size, name, at = self.v, self.g, self.shape, self.size, f"encoder.layers.{i}", sites(i)
         M, B, n = batch.positions.shape
         rows, d, s = B * n, shape.width, saved[i]
         side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
-        inner = _product(side, v[f"{name}.feed_forward.3.weight"])
+        inner = self.product(side, v[f"{name}.feed_forward.3.weight"])
         fed = torch.empty_like(inner)
         self._columns(
             "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"], fed,
             g[f"{name}.feed_forward.0.bias"], self.partial, self.tickets, *self._dropping(1, True), at[2], rows,
             shape.feed, size,
         )  # fmt: skip
-        _product(side.mT, fed, out=g[f"{name}.feed_forward.3.weight"])
-        _product(inner.mT, s.x1, out=g[f"{name}.feed_forward.0.weight"])
-        flow.baddbmm_(inner, v[f"{name}.feed_forward.0.weight"])
+        self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight")
+        self._weight_grad(inner.mT, s.x1, f"{name}.feed_forward.0.weight")
+        self.product(inner, v[f"{name}.feed_forward.0.weight"], out=flow, add=True)
         del inner, fed
         side = self._norm_grad(f"{name}.attention_norm", flow, s.z1, s.stats1, f"{name}.attention.to_out.bias", at[1])
-        _product(side.mT, s.mixed, out=g[f"{name}.attention.to_out.weight"])
-        mixed = _product(side, v[f"{name}.attention.to_out.weight"])
+        self._weight_grad(side.mT, s.mixed, f"{name}.attention.to_out.weight")
+        mixed = self.product(side, v[f"{name}.attention.to_out.weight"])
         del side
         four = [*(s.qkv for s in saved[: i + 1]), None, None, None][:4]
         slopes = [*turned[: i + 1], None, None, None][:4]
         self.attention[i].launch(
-            "attend_grad", (shape.heads, B, M), self.threads, *four, *slopes, s.mixed, mixed, s.spread,
-            *self._dropping(2, True), at[0], n, shape.heads, int(i + 1 < shape.layers),
+            "attend_grad", (2 * shape.heads // self.packed, B, M), self.threads, *four, *slopes, s.mixed, mixed,
+            s.spread, *self._dropping(2, True), at[0], n, shape.heads, int(i + 1 < shape.layers),
         )  # fmt: skip
         base, base_stride = self._log_base(i)
         base_grad = g[f"{name}.attention.rotary.log_base"] if shape.learned else None
@@ -222,20 +257,18 @@ class Fused:
             "rotate_grad", rows, d // 2, turned[i], s.qkv, batch.positions, base, g[f"{name}.attention.to_qkv.bias"],
             base_grad, self.partial, self.tickets, rows, d, max(shape.head_width // 2, 1), size, base_stride,
         )  # fmt: skip
-        _product(turned[i].mT, s.x, out=g[f"{name}.attention.to_qkv.weight"])
-        return flow.baddbmm_(turned[i], v[f"{name}.attention.to_qkv.weight"])
+        self._weight_grad(turned[i].mT, s.x, f"{name}.attention.to_qkv.weight")
+        return self.product(turned[i], v[f"{name}.attention.to_qkv.weight"], out=flow, add=True)
 
     def _norm_grad(self, name: str, flow: Tensor, z: Tensor, stats: Tensor, bias: str, site: int) -> Tensor:
         """Turns `flow` into the gradient of x in x + drop(y + bias), and returns that of y."""
         _, rows, d = flow.shape
         weight, shift = self.g[f"{name}.weight"], self.g[f"{name}.bias"]
-        self._columns(
-            "norm_grad_sums", rows, d, flow, z, stats, weight, shift, self.partial, self.tickets, rows, d, self.size
-        )
+        self._columns("norm_grad_sums", rows, d, flow, z, stats, self.partial, rows, d)
         side = torch.empty_like(flow)
         self._columns(
-            "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], weight, shift, side, self.g[bias],
-            self.partial, self.tickets, *self._dropping(0, True), site, rows, d, self.size,
+            "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], self.partial, self._chunks(rows, d), weight,
+            shift, side, self.g[bias], self.rest, self.tickets, *self._dropping(0, True), site, rows, d, self.size,
         )  # fmt: skip
         return side
 
@@ -251,11 +284,47 @@ class Fused:
         )  # fmt: skip
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """(M, r, c) @ (M, c, s)"""
-    if len(a) == 1:  # one network: torch picks better kernels for plain matrices
-        if out is not None:
-            torch.mm(a[0], b[0], out=out[0])
-            return out
-        return torch.mm(a[0], b[0]).unsqueeze(0)
-    return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+class Products:
+    """Matrix products of M models, (M, r, c) @ (M, c, s).
+
+    On tensor cores they are ours (`product.cu`), because torch's float32 products do not use them, and because they are
+    cut by the shapes of one model: what a model gets does not depend on how many there are. Elsewhere they are torch's.
+    """
+
+    TALL, DEEP, BLOCKS = 64, 16, 128
+
+    def __init__(self, models: int, device: torch.device) -> None:
+        self.ours = nvrtc.tensor_cores(device)
+        if self.ours:
+            self.programs = {wide: nvrtc.program(PRODUCT, WIDE=wide) for wide in (16, 32, 64)}
+            self.partial = torch.empty(models * self.BLOCKS * self.TALL * 64, device=device)
+
+    def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
+        """The product, written or added to `out` if it is given."""
+        if not self.ours:
+            if add and out is not None:
+                return out.baddbmm_(a, b)
+            return torch.bmm(a, b) if out is None else torch.bmm(a, b, out=out)
+        (M, rows, depth), columns = a.shape, b.shape[2]
+        if out is None:
+            out = a.new_empty(M, rows, columns)
+        turn_a, turn_b = a.stride(2) != 1, b.stride(2) != 1
+        a_stride, b_stride = a.stride(2 if turn_a else 1), b.stride(2 if turn_b else 1)
+        wide = 16 if columns <= 16 else 32 if columns <= 32 else 64
+        tiles = -(-rows // self.TALL) * -(-columns // wide)
+        slices = min(-(-depth // 128), max(1, self.BLOCKS // tiles))
+        slice_ = -(-depth // (slices * self.DEEP)) * self.DEEP
+        slices = -(-depth // slice_)
+        sizes = (rows, columns, depth, a_stride, b_stride, out.stride(1), *(t.stride(0) for t in (a, b, out)))
+        aligned = all(s % 4 == 0 for s in sizes) and all(t.data_ptr() % 16 == 0 for t in (a, b, out))
+        launch = self.programs[wide].launch
+        launch(
+            f"product_{'t' if turn_a else 'n'}{'t' if turn_b else 'n'}", (tiles, slices, M), 128,
+            a, b, out, self.partial, rows, columns, depth, a_stride, b_stride, out.stride(1), a.stride(0), b.stride(0),
+            out.stride(0), slice_, int(aligned), int(add),
+        )  # fmt: skip
+        if slices > 1:
+            blocks = -(-rows * columns // 256)
+            strides = out.stride(1), out.stride(0)
+            launch("product_sum", (blocks, M), 256, self.partial, out, rows, columns, *strides, slices, int(add))
+        return out

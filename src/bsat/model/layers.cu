@@ -18,51 +18,63 @@ struct Tile {
     }
 };
 
-// Adds up a[] and b[] of each column over all rows of the model. True in one row of threads of the last block, which
-// then holds the sums of its column. `partial` is (M, chunks, 2, columns), `tickets` (M, groups), zero before and after.
-__device__ bool add_up(double& a, double& b, int columns, double* partial, int* tickets) {
+// The sums of a and b of each column over the block's rows; in the first row of threads.
+__device__ void add_block(double& a, double& b) {
     __shared__ double sums[2][256];
-    __shared__ int last;
-    const Tile tile(0, 0);
     const int me = threadIdx.y * blockDim.x + threadIdx.x;
+    __syncthreads();
     sums[0][me] = a;
     sums[1][me] = b;
     __syncthreads();
-    if (threadIdx.y == 0 && tile.column < columns) {
+    if (threadIdx.y == 0)
         for (int y = 1; y < blockDim.y; y++) {
             a += sums[0][y * blockDim.x + threadIdx.x];
             b += sums[1][y * blockDim.x + threadIdx.x];
         }
+}
+
+// Leaves the block's sums in `partial`, (M, chunks, 2, columns).
+__device__ void leave(double a, double b, int columns, double* partial) {
+    const Tile tile(0, 0);
+    add_block(a, b);
+    if (threadIdx.y == 0 && tile.column < columns) {
         double* at = partial + ((long long)tile.member * tile.chunks + blockIdx.y) * 2 * columns + tile.column;
         at[0] = a;
         at[columns] = b;
-        __threadfence();
     }
+}
+
+// Adds up what `chunks` blocks left; in the first row of threads.
+__device__ void collect(double& a, double& b, int columns, const double* partial, int chunks) {
+    const Tile tile(0, 0);
+    a = b = 0.0;
+    if (tile.column < columns) {
+#pragma unroll 8
+        for (int chunk = threadIdx.y; chunk < chunks; chunk += blockDim.y) {
+            const double* at = partial + ((long long)tile.member * chunks + chunk) * 2 * columns + tile.column;
+            a += __ldcg(at);
+            b += __ldcg(at + columns);
+        }
+    }
+    add_block(a, b);
+}
+
+// Both in one kernel: true in the first row of threads of the last block of a group, which then holds the sums of its
+// columns over all rows. `tickets` is (M, groups), zero before and after.
+__device__ bool add_up(double& a, double& b, int columns, double* partial, int* tickets) {
+    __shared__ int last;
+    const Tile tile(0, 0);
+    leave(a, b, columns, partial);
+    __threadfence();
     __syncthreads();
     int* ticket = tickets + tile.member * gridDim.x + blockIdx.x;
-    if (me == 0) last = atomicAdd(ticket, 1) == tile.chunks - 1;
+    if (threadIdx.x == 0 && threadIdx.y == 0) last = atomicAdd(ticket, 1) == tile.chunks - 1;
     __syncthreads();
     if (!last) return false;
     __threadfence();
-    a = b = 0.0;
-    if (tile.column < columns) {
-        for (int chunk = threadIdx.y; chunk < tile.chunks; chunk += blockDim.y) {
-            const volatile double* at =
-                partial + ((long long)tile.member * tile.chunks + chunk) * 2 * columns + tile.column;
-            a += at[0];
-            b += at[columns];
-        }
-    }
-    sums[0][me] = a;
-    sums[1][me] = b;
-    __syncthreads();
-    if (me == 0) *ticket = 0;
-    if (threadIdx.y != 0 || tile.column >= columns) return false;
-    for (int y = 1; y < blockDim.y; y++) {
-        a += sums[0][y * blockDim.x + threadIdx.x];
-        b += sums[1][y * blockDim.x + threadIdx.x];
-    }
-    return true;
+    collect(a, b, columns, partial, tile.chunks);
+    if (threadIdx.x == 0 && threadIdx.y == 0) *ticket = 0;
+    return threadIdx.y == 0 && tile.column < columns;
 }
 
 // The sum of one number of each of a power of two threads, in an order of its own but always the same; thread 0 has it.
@@ -197,22 +209,23 @@ extern "C" __global__ void embed(float* x, const float* bias, const float* rank,
     }
 }
 
-// grad = drop(grad); the sum over windows is the gradient of rank, (M, tokens, d) with its own stride.
-extern "C" __global__ void embed_grad(float* grad, float* rank, const int* seeds, const int* step, const float* drop,
-                                      int B, int d, int tokens, int stride) {
-    const int member = blockIdx.y, cells = tokens * d;
-    const int cell = blockIdx.x * blockDim.x + threadIdx.x;
+// grad = drop(grad); sums over slices of the windows, (M, slices, tokens d), make the gradient of rank. The grid is
+// (cells, slices, M).
+extern "C" __global__ void embed_grad(float* grad, float* sums, const int* seeds, const int* step, const float* drop,
+                                      int B, int cells) {
+    const int member = blockIdx.z, slices = gridDim.y, cell = blockIdx.x * blockDim.x + threadIdx.x;
     if (cell >= cells) return;
     const Drop keep(seeds, step, drop, 0, member);
     float* mine = grad + (long long)member * B * cells;
     float sum = 0.f;
-    for (int b = 0; b < B; b++) {
+#pragma unroll 4
+    for (int b = blockIdx.y; b < B; b += slices) {
         const unsigned i = (unsigned)b * cells + cell;
         const float value = mine[i] * keep(i);
         mine[i] = value;
         sum += value;
     }
-    rank[(long long)member * stride + cell] = sum;
+    sums[((long long)member * slices + blockIdx.y) * cells + cell] = sum;
 }
 
 // -------------------------------------------------------------------------------------------------------------- rotary
@@ -241,7 +254,7 @@ extern "C" __global__ void rotate(float* qkv, const float* bias, const float* po
 
 // grad (M, R, 3 d) is turned back; sums give the gradient of the bias, and of log_base if it is not null. The grid's
 // columns are the d / 2 pairs. partial has room for 4 sums of each pair.
-extern "C" __global__ void rotate_grad(float* grad, const float* qkv, const float* positions, const float* log_base,
+extern "C" __global__ void rotate_grad(float* __restrict__ grad, const float* __restrict__ qkv, const float* positions, const float* log_base,
                                        float* bias_grad, float* base_grad, double* partial, int* tickets, int rows, int d,
                                        int pairs, int stride, int base_stride) {
     __shared__ double sums[7][256];
@@ -252,6 +265,7 @@ extern "C" __global__ void rotate_grad(float* grad, const float* qkv, const floa
     const float exponent = -(float)(c % pairs) / pairs, speed = expf(base * exponent);
     double total[7] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
     if (c < half) {
+#pragma unroll 4
         for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += chunks * blockDim.y) {
             const long long at = ((long long)member * rows + row) * 3 * d;
             float sin = 0.f, cos = 1.f, angle = 0.f;
@@ -297,9 +311,10 @@ extern "C" __global__ void rotate_grad(float* grad, const float* qkv, const floa
     double turns = 0.0;
     for (int e = me; e < 7 * half; e += threads) {
         const int k = e / half, pair = e % half;
-        const volatile double* at = partial + (long long)member * chunks * 7 * half + k * half + pair;
+        const double* at = partial + (long long)member * chunks * 7 * half + k * half + pair;
         double sum = 0.0;
-        for (int chunk = 0; chunk < chunks; chunk++) sum += at[(long long)chunk * 7 * half];
+#pragma unroll 16
+        for (int chunk = 0; chunk < chunks; chunk++) sum += __ldcg(at + (long long)chunk * 7 * half);
         if (k < 6)
             bias_grad[(long long)member * stride + (k / 2) * d + (k % 2) * half + pair] = (float)sum;
         else
@@ -320,17 +335,16 @@ extern "C" __global__ void rotate_grad(float* grad, const float* qkv, const floa
 #define EPSILON 1e-5f
 #define MOMENTUM 0.1
 
-// z = x + drop(y + bias), into y. Its mean and inverse deviation over the rows go to stats (M, 2, d), and into the
-// running ones (mean, then variance), as torch does it.
-extern "C" __global__ void norm_sums(const float* x, float* y, const float* bias, float* stats, float* running_mean,
-                                     float* running_var, double* partial, int* tickets, const int* seeds,
-                                     const int* step, const float* drop, int site, int rows, int d, int stride,
-                                     int running_stride) {
+// z = x + drop(y + bias), into y, and sums of it and of its squares.
+extern "C" __global__ void norm_sums(const float* __restrict__ x, float* __restrict__ y, const float* bias,
+                                     double* partial, const int* seeds, const int* step, const float* drop, int site,
+                                     int rows, int d, int stride) {
     const Tile tile(rows, d);
     const Drop keep(seeds, step, drop, site, tile.member);
     double sum = 0.0, squares = 0.0;
     if (tile.column < d) {
         const float add = bias[(long long)tile.member * stride + tile.column];
+#pragma unroll 4
         for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
             const unsigned i = (unsigned)row * d + tile.column;
             const float z = x[tile.base + i] + (y[tile.base + i] + add) * keep(i);
@@ -339,29 +353,40 @@ extern "C" __global__ void norm_sums(const float* x, float* y, const float* bias
             squares += (double)z * z;
         }
     }
-    if (add_up(sum, squares, d, partial, tickets)) {
-        const double mean = sum / rows, variance = fmax(squares / rows - mean * mean, 0.0);
-        float* at = stats + (long long)tile.member * 2 * d + tile.column;
-        at[0] = (float)mean;
-        at[d] = (float)(1.0 / sqrt(variance + (double)EPSILON));
-        float* m = running_mean + (long long)tile.member * running_stride + tile.column;
-        float* v = running_var + (long long)tile.member * running_stride + tile.column;
-        *m = (float)((1.0 - MOMENTUM) * *m + MOMENTUM * mean);
-        *v = (float)((1.0 - MOMENTUM) * *v + MOMENTUM * variance * rows / (rows - 1.0));
-    }
+    leave(sum, squares, d, partial);
 }
 
-// out = (z - mean) * inverse deviation * weight + shift
-extern "C" __global__ void norm_apply(const float* z, const float* stats, const float* weight, const float* shift,
-                                      float* out, int rows, int d, int stride) {
-    const int member = blockIdx.y;
-    const unsigned size = (unsigned)rows * d;
-    const long long base = (long long)member * size;
-    const float* mean = stats + (long long)member * 2 * d;
-    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
-        const int c = i % d;
-        const long long p = (long long)member * stride + c;
-        out[base + i] = (z[base + i] - mean[c]) * mean[d + c] * weight[p] + shift[p];
+// out = (z - mean) * inverse deviation * weight + shift. Mean and inverse deviation over the rows go to stats (M, 2, d),
+// and mean and variance into the running ones, as torch does it.
+extern "C" __global__ void norm_apply(const float* __restrict__ z, const double* partial, int chunks, float* stats,
+                                      float* running_mean, float* running_var, const float* weight, const float* shift,
+                                      float* __restrict__ out, int rows, int d, int stride, int running_stride) {
+    __shared__ float means[32], inverses[32];
+    const Tile tile(rows, d);
+    double sum, squares;
+    collect(sum, squares, d, partial, chunks);
+    if (threadIdx.y == 0 && tile.column < d) {
+        const double mean = sum / rows, variance = fmax(squares / rows - mean * mean, 0.0);
+        means[threadIdx.x] = (float)mean;
+        inverses[threadIdx.x] = (float)(1.0 / sqrt(variance + (double)EPSILON));
+        if (blockIdx.y == 0) {
+            float* at = stats + (long long)tile.member * 2 * d + tile.column;
+            at[0] = means[threadIdx.x];
+            at[d] = inverses[threadIdx.x];
+            float* m = running_mean + (long long)tile.member * running_stride + tile.column;
+            float* v = running_var + (long long)tile.member * running_stride + tile.column;
+            *m = (float)((1.0 - MOMENTUM) * *m + MOMENTUM * mean);
+            *v = (float)((1.0 - MOMENTUM) * *v + MOMENTUM * variance * rows / (rows - 1.0));
+        }
+    }
+    __syncthreads();
+    if (tile.column >= d) return;
+    const long long p = (long long)tile.member * stride + tile.column;
+    const float mean = means[threadIdx.x], factor = inverses[threadIdx.x] * weight[p], level = shift[p];
+#pragma unroll 4
+    for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
+        const long long i = tile.base + (long long)row * d + tile.column;
+        out[i] = (z[i] - mean) * factor + level;
     }
 }
 
@@ -380,44 +405,56 @@ extern "C" __global__ void norm_still(const float* x, float* y, const float* bia
     }
 }
 
-// The gradients of weight and shift.
-extern "C" __global__ void norm_grad_sums(const float* grad, const float* z, const float* stats, float* weight_grad,
-                                          float* shift_grad, double* partial, int* tickets, int rows, int d,
-                                          int stride) {
+// Sums for the gradients of shift and weight.
+extern "C" __global__ void norm_grad_sums(const float* __restrict__ grad, const float* __restrict__ z,
+                                          const float* stats, double* partial, int rows, int d) {
     const Tile tile(rows, d);
     double sum = 0.0, product = 0.0;
     if (tile.column < d) {
         const float* at = stats + (long long)tile.member * 2 * d + tile.column;
         const float mean = at[0], inverse = at[d];
+#pragma unroll 4
         for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
             const long long i = tile.base + (long long)row * d + tile.column;
             sum += grad[i];
             product += (double)grad[i] * ((z[i] - mean) * inverse);
         }
     }
-    if (add_up(sum, product, d, partial, tickets)) {
-        shift_grad[(long long)tile.member * stride + tile.column] = (float)sum;
-        weight_grad[(long long)tile.member * stride + tile.column] = (float)product;
-    }
+    leave(sum, product, d, partial);
 }
 
-// The gradient of z into grad (that of x), and drop of it into y_grad, and its sum over rows, that of the bias.
-extern "C" __global__ void norm_grad(float* grad, const float* z, const float* stats, const float* weight,
-                                     const float* weight_grad, const float* shift_grad, float* y_grad, float* bias_grad,
-                                     double* partial, int* tickets, const int* seeds, const int* step, const float* drop,
-                                     int site, int rows, int d, int stride) {
+// The gradient of z into grad (that of x), and drop of it into y_grad, and its sum over rows, that of the bias; also
+// those of weight and shift, from what `chunks` blocks left in `partial`.
+extern "C" __global__ void norm_grad(float* __restrict__ grad, const float* __restrict__ z, const float* stats,
+                                     const float* weight, const double* partial, int chunks, float* weight_grad,
+                                     float* shift_grad, float* __restrict__ y_grad, float* bias_grad, double* rest,
+                                     int* tickets, const int* seeds, const int* step, const float* drop, int site,
+                                     int rows, int d, int stride) {
+    __shared__ float levels[32], tilts[32];
     const Tile tile(rows, d);
     const Drop keep(seeds, step, drop, site, tile.member);
-    double sum = 0.0, none = 0.0;
+    const long long p = (long long)tile.member * stride + tile.column;
+    double sum, none;
+    collect(sum, none, d, partial, chunks);
+    if (threadIdx.y == 0 && tile.column < d) {
+        levels[threadIdx.x] = (float)(sum / rows);
+        tilts[threadIdx.x] = (float)(none / rows);
+        if (blockIdx.y == 0) {
+            shift_grad[p] = (float)sum;
+            weight_grad[p] = (float)none;
+        }
+    }
+    __syncthreads();
+    sum = none = 0.0;
     if (tile.column < d) {
         const float* at = stats + (long long)tile.member * 2 * d + tile.column;
-        const long long p = (long long)tile.member * stride + tile.column;
         const float mean = at[0], inverse = at[d], factor = weight[p] * inverse;
-        const float level = shift_grad[p] / rows, tilt = weight_grad[p] / rows;
+        const float level = levels[threadIdx.x], tilt = tilts[threadIdx.x] * inverse;
+#pragma unroll 4
         for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
             const unsigned i = (unsigned)row * d + tile.column;
             const long long j = tile.base + i;
-            const float change = factor * (grad[j] - level - (z[j] - mean) * inverse * tilt), kept = change * keep(i);
+            const float change = factor * (grad[j] - level - (z[j] - mean) * tilt), kept = change * keep(i);
             grad[j] = change;
             y_grad[j] = kept;
             sum += kept;
@@ -425,8 +462,7 @@ extern "C" __global__ void norm_grad(float* grad, const float* z, const float* s
     }
     // Without dropout the norm takes the bias out again: its gradient is 0, and AdamW would make steps of what rounding
     // leaves of that.
-    if (add_up(sum, none, d, partial, tickets))
-        bias_grad[(long long)tile.member * stride + tile.column] = keep.least == 0 ? 0.f : (float)sum;
+    if (add_up(sum, none, d, rest, tickets)) bias_grad[p] = keep.least == 0 ? 0.f : (float)sum;
 }
 
 // -------------------------------------------------------------------------------------------------------- feed-forward
@@ -436,19 +472,21 @@ __device__ float phi(float x) { return 0.5f * (1.f + erff(x * 0.7071067811865475
 // out = drop(gelu(u + bias)). The mask goes by column first, so that it is the same whatever the width is padded to.
 extern "C" __global__ void gelu(const float* u, const float* bias, float* out, const int* seeds, const int* step,
                                 const float* drop, int site, int rows, int width, int stride) {
-    const int member = blockIdx.y;
-    const Drop keep(seeds, step, drop, site, member);
-    const unsigned size = (unsigned)rows * width;
-    const long long base = (long long)member * size;
-    for (unsigned i = blockIdx.x * blockDim.x + threadIdx.x; i < size; i += gridDim.x * blockDim.x) {
-        const unsigned c = i % width, row = i / width;
-        const float x = u[base + i] + bias[(long long)member * stride + c];
-        out[base + i] = x * phi(x) * keep(c * rows + row);
+    const Tile tile(rows, width);
+    if (tile.column >= width) return;
+    const Drop keep(seeds, step, drop, site, tile.member);
+    const float add = bias[(long long)tile.member * stride + tile.column];
+#pragma unroll 4
+    for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
+        const long long i = tile.base + (long long)row * width + tile.column;
+        const float x = u[i] + add;
+        out[i] = x * phi(x) * keep((unsigned)tile.column * rows + row);
     }
 }
 
 // grad becomes that of u; out is made once more; the bias's gradient is the sum over rows.
-extern "C" __global__ void gelu_grad(float* grad, const float* u, const float* bias, float* out, float* bias_grad,
+extern "C" __global__ void gelu_grad(float* __restrict__ grad, const float* __restrict__ u, const float* bias,
+                                     float* __restrict__ out, float* bias_grad,
                                      double* partial, int* tickets, const int* seeds, const int* step,
                                      const float* drop, int site, int rows, int width, int stride) {
     const Tile tile(rows, width);
@@ -456,6 +494,7 @@ extern "C" __global__ void gelu_grad(float* grad, const float* u, const float* b
     double sum = 0.0, none = 0.0;
     if (tile.column < width) {
         const float add = bias[(long long)tile.member * stride + tile.column];
+#pragma unroll 4
         for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += tile.chunks * blockDim.y) {
             const long long i = tile.base + (long long)row * width + tile.column;
             const float x = u[i] + add, share = phi(x), kept = keep((unsigned)tile.column * rows + row);
@@ -498,17 +537,14 @@ extern "C" __global__ void norms(const float* grad, double* partial, int size) {
 }
 
 // AdamW with each model's own rate and decay, after clipping the norm of its gradient to 1; the last `free` parameters
-// do not decay. *step is the number of steps before this one.
+// do not decay. *step is the number of steps before this one. At least `chunks` threads.
 extern "C" __global__ void adamw(float* theta, const float* grad, float* first, float* second, const double* partial,
                                  const float* rates, const float* decays, const int* step, int size, int free,
                                  int chunks) {
     __shared__ float shared_clip;
     const int member = blockIdx.y;
-    if (threadIdx.x == 0) {
-        double sum = 0.0;
-        for (int i = 0; i < chunks; i++) sum += partial[member * chunks + i];
-        shared_clip = (float)fmin(1.0, 1.0 / (sqrt(sum) + 1e-6));
-    }
+    const double sum = gather(threadIdx.x < chunks ? partial[member * chunks + threadIdx.x] : 0.0);
+    if (threadIdx.x == 0) shared_clip = (float)fmin(1.0, 1.0 / (sqrt(sum) + 1e-6));
     __syncthreads();
     const float clip = shared_clip, rate = rates[member];
     const double t = *step + 1;
