@@ -133,7 +133,7 @@ class Line:
         if self._status is not None:
             self._status.update(
                 f"{took:.0f} s: {progress.finished} of {progress.trials} trials done, epoch {progress.epoch + 1} of "
-                f"{progress.packs} at once, best {progress.best:.4f}"
+                f"{progress.members} at once, best {progress.best:.4f}"
             )
         if took > self.limit:
             raise OutOfTimeError

@@ -27,6 +27,7 @@ from .data.folds import FOLDS, SHARES, check_shares, fold_edges
 from .data.frames import Panel, stack_level, to_panel
 from .data.windows import Windows, fit_scaling, make_windows
 from .model import Network, NetworkConfig, build_network
+from .model.stacked import describe
 from .progress import TrainingBar
 from .spline import LARGEST
 from .tokens import TOKENIZERS, BSplineTokenizer, Tokenizer
@@ -34,6 +35,8 @@ from .tokens.door import check_choice, check_finite, to_array, to_numpy, to_whol
 from .train import History, Scores, TokenBatches, TrainConfig, evaluate, evaluate_beside_naive, predict, train
 from .train.batches import bytes_per_window, make_inputs, run, tokenize
 from .train.checkpoint import Checkpoint
+from .train.loop import captured_tokens
+from .train.pack import training_bytes
 from .train.settings import epoch_steps
 
 GAPS = ("error", "fit", "fill")
@@ -231,7 +234,9 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         token_bytes = bytes_per_window(tokenizer, network, L) * (len(train_windows) + len(val_windows))
         keep = tokenizer.adaptive and len(train_windows) <= drawn and token_bytes <= KEPT_TOKENS
         keep = keep and device.type != "cuda"  # there tokens are made faster than they are fetched
-        self._say(self._plan(panel, network, series, train_windows, val_windows, token_bytes if keep else None))
+        captured = captured_tokens(network, tokenizer, self.train_config, train_windows, val_windows)
+        kept = captured if captured is not None else token_bytes if keep else None
+        self._say(self._plan(panel, network, series, train_windows, val_windows, kept, captured is not None))
         train_set = TokenBatches(train_windows, tokenizer, network, keep=keep)
         val_set = TokenBatches(val_windows, tokenizer, network, keep=keep)
         scaling = torch.from_numpy(mean).to(device), torch.from_numpy(deviation).to(device)
@@ -343,6 +348,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         train_windows: Windows,
         val_windows: Windows,
         kept: int | None,
+        captured: bool,
     ) -> str:
         """What will be trained on what, and the memory it takes."""
         c, t = self.network_config, self.train_config
@@ -351,6 +357,9 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         # What a step keeps for its backward pass, in numbers a window: the stream, the feed-forward part, the scores.
         layer = 18 * n * d + 4 * n * d * c.ff_factor + 4 * c.n_heads * n * n
         work = 4 * t.batch_size * (c.n_layers * layer + self.lookback + self.horizon) * 3 // 2
+        shape = describe(network) if captured else None
+        if shape is not None:
+            work = training_bytes(shape, t.batch_size)
         index = sum(w.starts.nbytes + w.rows.nbytes for w in (train_windows, val_windows))
         parts = {
             "series": series.nbytes + panel.values.nbytes,

@@ -354,6 +354,11 @@ def test_masks_differ():
     assert independent(others["next step"], others["next place"], share)
 
 
+def test_no_two_places_share_their_masks():
+    places = [0, *itertools.chain.from_iterable(stacked.sites(layer) for layer in range(6))]
+    assert len(set(places)) == len(places) == 1 + 6 * 4
+
+
 def test_no_row_or_column_is_dropped_as_one():
     mask = masks([3], [0.5], shape=(400, 500))[0]
     for axis in (0, 1):

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from tiny_training import SMALL, H, L, N, make_case, make_network
@@ -186,6 +187,20 @@ def test_packs_of_other_tokens(case, tokenizer):
         check_best(t, case)
 
 
+def test_tokenizers_that_found_different_clip_factors_are_told_apart(case):
+    """They were made alike, but fitted to different series."""
+    i = np.arange(600)
+    series = np.sin(i / 9), np.random.default_rng(0).normal(size=600).cumsum()
+    fitted = [bsat.BSplineTokenizer(N, clip_factor="auto").fit(y, lookback=L) for y in series]
+    assert repr(fitted[0]) == repr(fitted[1])
+    assert fitted[0].clip_factor_ != fitted[1].clip_factor_
+    found = populate([trial(tokenizer, seed=1) for tokenizer in fitted], case)
+    assert [t.pack for t in found] == [2, 2]
+    assert found[0].history.epochs[0].loss != found[1].history.epochs[0].loss
+    for t in found:
+        check_best(t, case)
+
+
 def test_different_shapes_are_trained_apart(case):
     trials = [
         trial(),
@@ -314,7 +329,7 @@ def test_results_come_as_they_finish(case):
 
     def report(progress):
         assert isinstance(progress, Progress)
-        noted.append((progress.epoch, progress.finished, progress.packs))
+        noted.append((progress.epoch, progress.finished, progress.members))
 
     train_windows, val_windows, _ = case.windows
     for t in train_population(trials, train_windows, val_windows, deviation=case.deviation, report=report):

@@ -7,6 +7,8 @@ float64.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,8 +33,10 @@ SHARED = 40_000
 """Bytes of shared memory that a block of the attention kernels may take; 48 KiB are there without asking."""
 
 
-def fits(shape: Shape) -> bool:
-    """Whether the kernels can take networks of this shape; else `stacked` does."""
+def fits(shape: Shape | None) -> bool:
+    """Whether the kernels can take networks of this shape (None: of a kind of its own); else `stacked` does."""
+    if shape is None:
+        return False
     deepest = shape.layers * shape.head_width
     return shape.layers <= 4 and shape.width % 2 == 0 and shape.tokens <= MOST_TOKENS and deepest <= 256
 
@@ -73,11 +77,12 @@ class Fused:
         # The gradients of weights are nobody's input: what few small models leave idle can compute them meanwhile.
         self.aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.aside is not None:
-            self.weight_product = Products(M, device)
+            self.weight_product = Products(M, device)  # with work space of its own
+        self._meanwhile = False
         self._held: list[Tensor] = []
         k, n = shape.head_width, shape.tokens
-        # Two heads fill the warps of a block better, but a few models fill the device better with small blocks.
-        self.packed = 2 if M >= 4 and 0 < n % 32 <= 16 and n < 64 and shape.heads % 2 == 0 else 1
+        # Two heads of few tokens fill the warps of a block better than one.
+        self.packed = 2 if 0 < n % 32 <= 16 and n < 64 and shape.heads % 2 == 0 else 1
         self.threads = -(-self.packed * n // 32) * 32
         self.attention = []
         for depth in range(1, shape.layers + 1):
@@ -85,9 +90,7 @@ class Fused:
             constants = {"DEPTH": depth, "WIDTH": k, "TILE": tile, "PACKED": self.packed, "MOST": self.threads}
             self.attention.append(nvrtc.program(ATTENTION, **constants))
         self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
-        widest = max(2 * shape.width, shape.feed) * 2 + 4 * shape.width
-        self.partial, self.rest = torch.empty(2, M * CHUNKS * widest, dtype=torch.float64, device=device)
-        self.tickets = torch.zeros(M * (max(shape.width, shape.feed) // 8 + 2), dtype=torch.int32, device=device)
+        self.partial = torch.empty(M * CHUNKS * 2 * shape.width, dtype=torch.float64, device=device)
         self.squares = torch.empty(M, 256, dtype=torch.float64, device=device)
 
     # ------------------------------------------------------------------------------------------------------- launching
@@ -99,8 +102,11 @@ class Fused:
 
     def _columns(self, name: str, rows: int, columns: int, *args: object) -> None:
         """A kernel that goes down the columns."""
+        self._down(name, columns, *args, chunks=self._chunks(rows, columns))
+
+    def _down(self, name: str, columns: int, *args: object, chunks: int = 1) -> None:
         wide = 32 if columns >= 32 else 16 if columns >= 16 else 8
-        grid = -(-columns // wide), self._chunks(rows, columns), len(self.stack)
+        grid = -(-columns // wide), chunks, len(self.stack)
         self.kernels.launch(name, grid, (wide, 256 // wide), *args)
 
     @staticmethod
@@ -111,15 +117,37 @@ class Fused:
     def _dropping(self, kind: int, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.noise.seeds, self.noise.step, self.noise.shares[kind] if training else None
 
-    def _weight_grad(self, a: Tensor, b: Tensor, name: str) -> None:
-        """(M, o, r) @ (M, r, i) into the gradient of a weight, beside what goes on."""
+    @contextmanager
+    def _beside(self, *inputs: Tensor) -> Iterator[None]:
+        """What is launched here may run beside what comes after, until the end of the backward pass. The inputs' memory
+        is not reused before that."""
         if self.aside is None or not self._meanwhile:
-            self.product(a, b, out=self.g[name])
+            yield
             return
+        self._held += inputs
         self.aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.aside):
-            self.weight_product(a, b, out=self.g[name])
-        self._held += [a, b]  # their memory must not be reused before the streams meet again
+            yield
+
+    def _weight_grad(self, a: Tensor, b: Tensor, name: str) -> None:
+        """(M, o, r) @ (M, r, i) into the gradient of a weight."""
+        with self._beside(a, b):
+            (self.weight_product if self._meanwhile else self.product)(a, b, out=self.g[name])
+
+    def _left(self, rows: int, columns: int, sums: int = 2) -> Tensor:
+        """Room for partial sums."""
+        size = len(self.stack) * self._chunks(rows, columns) * sums * columns
+        return torch.empty(size, dtype=torch.float64, device=self.grad.device)
+
+    def _add_left(self, left: Tensor, rows: int, columns: int, name: str) -> None:
+        """Partial sums into the gradient of a bias."""
+        with self._beside(left):
+            self._down("add_left", columns, left, self.g[name], columns, self._chunks(rows, columns), self.size)
+
+    def _add_rows(self, x: Tensor, name: str) -> None:
+        """Sums over the rows (M, rows, columns) into the gradient of a parameter."""
+        with self._beside(x):
+            self._down("add_rows", x.shape[2], x, self.g[name], x.shape[1], x.shape[2], self.size)
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -200,12 +228,12 @@ class Fused:
 
     def backward(self, grad: Tensor, saved: list[Saved], last: Tensor, batch: Batch) -> None:
         """From the gradient of the forecasts (M, B, H) to that of all parameters, in `grad`."""
-        v, g, shape = self.v, self.g, self.shape
+        v, shape = self.v, self.shape
         M, B, n = batch.positions.shape
         d = shape.width
         self._meanwhile = M * B * n * shape.feed <= MEANWHILE
         self._weight_grad(grad.mT, last, "head.project.weight")
-        torch.sum(grad, 1, out=g["head.project.bias"])
+        self._add_rows(grad, "head.project.bias")
         flow = self.product(grad, v["head.project.weight"])
         if batch.basis is not None:
             flow = batch.basis.view(M * B, n, n).mT @ flow.view(M * B, n, d)
@@ -218,8 +246,8 @@ class Fused:
             "embed_grad", (-(-n * d // 128), sums.shape[1], M), 128, flow, sums, *self._dropping(0, True), B, n * d
         )
         if shape.ranked:
-            torch.sum(sums, 1, out=g["positions.by_rank"].flatten(1))
-        torch.sum(sums.view(M, -1, d), 1, out=g["embedding.bias"])
+            self._add_rows(sums, "positions.by_rank")
+        self._add_rows(sums.view(M, -1, d), "embedding.bias")
         self._weight_grad(flow.mT, batch.values.view(M, B * n, shape.features), "embedding.weight")
         if self.aside is not None and self._held:
             torch.cuda.current_stream().wait_stream(self.aside)
@@ -232,11 +260,12 @@ class Fused:
         side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
         inner = self.product(side, v[f"{name}.feed_forward.3.weight"])
         fed = torch.empty_like(inner)
+        left = self._left(rows, shape.feed)
         self._columns(
-            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"], fed,
-            g[f"{name}.feed_forward.0.bias"], self.partial, self.tickets, *self._dropping(1, True), at[2], rows,
-            shape.feed, size,
+            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"], fed, left,
+            *self._dropping(1, True), at[2], rows, shape.feed, size,
         )  # fmt: skip
+        self._add_left(left, rows, shape.feed, f"{name}.feed_forward.0.bias")
         self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight")
         self._weight_grad(inner.mT, s.x1, f"{name}.feed_forward.0.weight")
         self.product(inner, v[f"{name}.feed_forward.0.weight"], out=flow, add=True)
@@ -252,11 +281,15 @@ class Fused:
             s.spread, *self._dropping(2, True), at[0], n, shape.heads, int(i + 1 < shape.layers),
         )  # fmt: skip
         base, base_stride = self._log_base(i)
-        base_grad = g[f"{name}.attention.rotary.log_base"] if shape.learned else None
+        left = self._left(rows, d // 2, 7)
         self._columns(
-            "rotate_grad", rows, d // 2, turned[i], s.qkv, batch.positions, base, g[f"{name}.attention.to_qkv.bias"],
-            base_grad, self.partial, self.tickets, rows, d, max(shape.head_width // 2, 1), size, base_stride,
+            "rotate_grad", rows, d // 2, turned[i], s.qkv, batch.positions, base, left, rows, d,
+            max(shape.head_width // 2, 1), base_stride,
         )  # fmt: skip
+        with self._beside(left):
+            base_grad = g[f"{name}.attention.rotary.log_base"] if shape.learned else None
+            bias, chunks = g[f"{name}.attention.to_qkv.bias"], self._chunks(rows, d // 2)
+            self.kernels.launch("rotate_left", M, 256, left, bias, base_grad, d, chunks, size)
         self._weight_grad(turned[i].mT, s.x, f"{name}.attention.to_qkv.weight")
         return self.product(turned[i], v[f"{name}.attention.to_qkv.weight"], out=flow, add=True)
 
@@ -265,11 +298,12 @@ class Fused:
         _, rows, d = flow.shape
         weight, shift = self.g[f"{name}.weight"], self.g[f"{name}.bias"]
         self._columns("norm_grad_sums", rows, d, flow, z, stats, self.partial, rows, d)
-        side = torch.empty_like(flow)
+        side, left = torch.empty_like(flow), self._left(rows, d)
         self._columns(
             "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], self.partial, self._chunks(rows, d), weight,
-            shift, side, self.g[bias], self.rest, self.tickets, *self._dropping(0, True), site, rows, d, self.size,
+            shift, side, left, *self._dropping(0, True), site, rows, d, self.size,
         )  # fmt: skip
+        self._add_left(left, rows, d, bias)
         return side
 
     # ------------------------------------------------------------------------------------------------------- optimizer

@@ -59,22 +59,24 @@ __device__ void collect(double& a, double& b, int columns, const double* partial
     add_block(a, b);
 }
 
-// Both in one kernel: true in the first row of threads of the last block of a group, which then holds the sums of its
-// columns over all rows. `tickets` is (M, groups), zero before and after.
-__device__ bool add_up(double& a, double& b, int columns, double* partial, int* tickets) {
-    __shared__ int last;
+// The sums that a kernel left, as the gradient of a parameter. The grid is (groups of columns, 1, M).
+extern "C" __global__ void add_left(const double* partial, float* out, int columns, int chunks, int stride) {
     const Tile tile(0, 0);
-    leave(a, b, columns, partial);
-    __threadfence();
-    __syncthreads();
-    int* ticket = tickets + tile.member * gridDim.x + blockIdx.x;
-    if (threadIdx.x == 0 && threadIdx.y == 0) last = atomicAdd(ticket, 1) == tile.chunks - 1;
-    __syncthreads();
-    if (!last) return false;
-    __threadfence();
-    collect(a, b, columns, partial, tile.chunks);
-    if (threadIdx.x == 0 && threadIdx.y == 0) *ticket = 0;
-    return threadIdx.y == 0 && tile.column < columns;
+    double sum, none;
+    collect(sum, none, columns, partial, chunks);
+    if (threadIdx.y == 0 && tile.column < columns) out[(long long)tile.member * stride + tile.column] = (float)sum;
+}
+
+// Sums over the rows of x (M, rows, columns). The grid is (groups of columns, 1, M).
+extern "C" __global__ void add_rows(const float* x, float* out, int rows, int columns, int stride) {
+    const Tile tile(rows, columns);
+    double sum = 0.0, none = 0.0;
+    if (tile.column < columns) {
+#pragma unroll 8
+        for (int row = threadIdx.y; row < rows; row += blockDim.y) sum += x[tile.base + (long long)row * columns + tile.column];
+    }
+    add_block(sum, none);
+    if (threadIdx.y == 0 && tile.column < columns) out[(long long)tile.member * stride + tile.column] = (float)sum;
 }
 
 // The sum of one number of each of a power of two threads, in an order of its own but always the same; thread 0 has it.
@@ -252,20 +254,19 @@ extern "C" __global__ void rotate(float* qkv, const float* bias, const float* po
     }
 }
 
-// grad (M, R, 3 d) is turned back; sums give the gradient of the bias, and of log_base if it is not null. The grid's
-// columns are the d / 2 pairs. partial has room for 4 sums of each pair.
-extern "C" __global__ void rotate_grad(float* __restrict__ grad, const float* __restrict__ qkv, const float* positions, const float* log_base,
-                                       float* bias_grad, float* base_grad, double* partial, int* tickets, int rows, int d,
-                                       int pairs, int stride, int base_stride) {
+// grad (M, R, 3 d) is turned back. Of each pair, seven sums are left in partial (M, chunks, 7, d / 2): those of its six
+// gradients, and one for log_base. The grid's columns are the pairs.
+extern "C" __global__ void rotate_grad(float* __restrict__ grad, const float* __restrict__ qkv, const float* positions,
+                                       const float* log_base, double* partial, int rows, int d, int pairs,
+                                       int base_stride) {
     __shared__ double sums[7][256];
-    __shared__ int last;
     const int half = d / 2, c = blockIdx.x * blockDim.x + threadIdx.x, member = blockIdx.z, chunks = gridDim.y;
     const int me = threadIdx.y * blockDim.x + threadIdx.x;
     const float base = log_base != nullptr ? log_base[(long long)member * base_stride] : 0.f;
     const float exponent = -(float)(c % pairs) / pairs, speed = expf(base * exponent);
     double total[7] = {0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0};
     if (c < half) {
-#pragma unroll 4
+#pragma unroll 2
         for (int row = blockIdx.y * blockDim.y + threadIdx.y; row < rows; row += chunks * blockDim.y) {
             const long long at = ((long long)member * rows + row) * 3 * d;
             float sin = 0.f, cos = 1.f, angle = 0.f;
@@ -274,6 +275,7 @@ extern "C" __global__ void rotate_grad(float* __restrict__ grad, const float* __
                 sincosf(angle, &sin, &cos);
             }
             float turn = 0.f;
+#pragma unroll
             for (int part = 0; part < 3; part++) {
                 const long long one = at + part * d + c, two = one + half;
                 float da = grad[one], db = grad[two];
@@ -291,43 +293,35 @@ extern "C" __global__ void rotate_grad(float* __restrict__ grad, const float* __
             total[6] += (double)turn * angle * exponent;
         }
     }
+#pragma unroll
     for (int k = 0; k < 7; k++) sums[k][me] = total[k];
     __syncthreads();
-    if (threadIdx.y == 0 && c < half) {
-        double* at = partial + ((long long)member * chunks + blockIdx.y) * 7 * half + c;
-        for (int k = 0; k < 7; k++) {
-            for (int y = 1; y < blockDim.y; y++) total[k] += sums[k][y * blockDim.x + threadIdx.x];
-            at[k * half] = total[k];
-        }
-        __threadfence();
+    // A row of threads adds up one of the sums each.
+    for (int k = threadIdx.y; k < 7; k += blockDim.y) {
+        double sum = 0.0;
+        for (int y = 0; y < blockDim.y; y++) sum += sums[k][y * blockDim.x + threadIdx.x];
+        if (c < half) partial[(((long long)member * chunks + blockIdx.y) * 7 + k) * half + c] = sum;
     }
-    __syncthreads();
-    // The last block of the whole model adds up, since the gradient of log_base is over all pairs.
-    if (me == 0) last = atomicAdd(tickets + member, 1) == gridDim.x * chunks - 1;
-    __syncthreads();
-    if (!last) return;
-    __threadfence();
-    const int threads = blockDim.x * blockDim.y;
+}
+
+// What it left, as the gradients of the bias and, if it is not null, of log_base. A block is a model.
+extern "C" __global__ void rotate_left(const double* partial, float* bias_grad, float* base_grad, int d, int chunks,
+                                       int stride) {
+    const int half = d / 2, member = blockIdx.x;
     double turns = 0.0;
-    for (int e = me; e < 7 * half; e += threads) {
+    for (int e = threadIdx.x; e < 7 * half; e += blockDim.x) {
         const int k = e / half, pair = e % half;
-        const double* at = partial + (long long)member * chunks * 7 * half + k * half + pair;
+        const double* at = partial + (long long)member * chunks * 7 * half + e;
         double sum = 0.0;
 #pragma unroll 16
-        for (int chunk = 0; chunk < chunks; chunk++) sum += __ldcg(at + (long long)chunk * 7 * half);
+        for (int chunk = 0; chunk < chunks; chunk++) sum += at[(long long)chunk * 7 * half];
         if (k < 6)
             bias_grad[(long long)member * stride + (k / 2) * d + (k % 2) * half + pair] = (float)sum;
         else
             turns += sum;
     }
-    __syncthreads();
-    sums[0][me] = turns;
-    __syncthreads();
-    if (me == 0) {
-        tickets[member] = 0;
-        for (int i = 1; i < threads; i++) turns += sums[0][i];
-        if (base_grad != nullptr) base_grad[(long long)member * base_stride] = (float)turns;
-    }
+    turns = gather(turns);
+    if (threadIdx.x == 0 && base_grad != nullptr) base_grad[(long long)member * stride] = (float)turns;
 }
 
 // ---------------------------------------------------------------------------------------------------------- batch norm
@@ -423,13 +417,12 @@ extern "C" __global__ void norm_grad_sums(const float* __restrict__ grad, const 
     leave(sum, product, d, partial);
 }
 
-// The gradient of z into grad (that of x), and drop of it into y_grad, and its sum over rows, that of the bias; also
-// those of weight and shift, from what `chunks` blocks left in `partial`.
+// The gradient of z into grad (that of x), drop of it into y_grad, and sums for that of the bias into `left`; also the
+// gradients of weight and shift, from what `chunks` blocks left in `partial`.
 extern "C" __global__ void norm_grad(float* __restrict__ grad, const float* __restrict__ z, const float* stats,
                                      const float* weight, const double* partial, int chunks, float* weight_grad,
-                                     float* shift_grad, float* __restrict__ y_grad, float* bias_grad, double* rest,
-                                     int* tickets, const int* seeds, const int* step, const float* drop, int site,
-                                     int rows, int d, int stride) {
+                                     float* shift_grad, float* __restrict__ y_grad, double* left, const int* seeds,
+                                     const int* step, const float* drop, int site, int rows, int d, int stride) {
     __shared__ float levels[32], tilts[32];
     const Tile tile(rows, d);
     const Drop keep(seeds, step, drop, site, tile.member);
@@ -462,7 +455,7 @@ extern "C" __global__ void norm_grad(float* __restrict__ grad, const float* __re
     }
     // Without dropout the norm takes the bias out again: its gradient is 0, and AdamW would make steps of what rounding
     // leaves of that.
-    if (add_up(sum, none, d, rest, tickets)) bias_grad[p] = keep.least == 0 ? 0.f : (float)sum;
+    leave(keep.least == 0 ? 0.0 : sum, 0.0, d, left);
 }
 
 // -------------------------------------------------------------------------------------------------------- feed-forward
@@ -484,10 +477,9 @@ extern "C" __global__ void gelu(const float* u, const float* bias, float* out, c
     }
 }
 
-// grad becomes that of u; out is made once more; the bias's gradient is the sum over rows.
+// grad becomes that of u; out is made once more; sums for that of the bias go to `left`.
 extern "C" __global__ void gelu_grad(float* __restrict__ grad, const float* __restrict__ u, const float* bias,
-                                     float* __restrict__ out, float* bias_grad,
-                                     double* partial, int* tickets, const int* seeds, const int* step,
+                                     float* __restrict__ out, double* left, const int* seeds, const int* step,
                                      const float* drop, int site, int rows, int width, int stride) {
     const Tile tile(rows, width);
     const Drop keep(seeds, step, drop, site, tile.member);
@@ -504,8 +496,7 @@ extern "C" __global__ void gelu_grad(float* __restrict__ grad, const float* __re
             sum += change;
         }
     }
-    if (add_up(sum, none, width, partial, tickets))
-        bias_grad[(long long)tile.member * stride + tile.column] = (float)sum;
+    leave(sum, none, width, left);
 }
 
 // --------------------------------------------------------------------------------------------------------------- head

@@ -14,12 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from .. import nvrtc
-from ..model import Network
+from ..data.windows import Windows
+from ..model import Network, fused
+from ..model.stacked import describe
+from ..tokens import Tokenizer
 from .bank import Bank
 from .batches import TokenBatches, run
 from .checkpoint import Checkpoint
 from .metrics import evaluate
-from .pack import Pack, can_pack, free_memory
+from .pack import Pack, free_memory
 from .schedule import learning_rate_factor
 from .settings import Epoch, History, TrainConfig, draw_order, epoch_seed, epoch_steps, finished
 
@@ -119,15 +122,24 @@ def _choose_engine(
     deviation: Tensor,
     report: Report | None,
 ) -> _Plain | _Captured:
-    """Captured steps where kernels, network and memory allow it and no determinism is asked for; else plain ones."""
-    device = train_set.windows.series.device
-    if nvrtc.serves(device) and not config.deterministic and can_pack(network):
-        source = train_set.tokenizer, network
-        drawn = min(len(train_set), config.epoch_windows or len(train_set))
-        size = Bank.size(drawn + len(val_set), source, train_set.windows.lookback)
-        if size <= free_memory(device) // 2:
-            return _Captured(network, optimizer, train_set, val_set, config, deviation)
+    """Captured steps where that can be; else plain ones."""
+    windows = train_set.windows, val_set.windows
+    if captured_tokens(network, train_set.tokenizer, config, *windows) is not None:
+        return _Captured(network, optimizer, train_set, val_set, config, deviation)
     return _Plain(network, optimizer, train_set, val_set, config, mean, deviation, report)
+
+
+def captured_tokens(
+    network: Network, tokenizer: Tokenizer, config: TrainConfig, train_windows: Windows, val_windows: Windows
+) -> int | None:
+    """Bytes of tokens that a training with captured steps keeps on the device; None if kernels, network or memory do
+    not allow it, or determinism is asked for."""
+    device = train_windows.series.device
+    if not nvrtc.serves(device) or config.deterministic or not fused.fits(describe(network)):
+        return None
+    drawn = min(len(train_windows), config.epoch_windows or len(train_windows))
+    size = Bank.size(drawn + len(val_windows), (tokenizer, network), train_windows.lookback)
+    return size if size <= free_memory(device) // 2 else None
 
 
 class _Plain:

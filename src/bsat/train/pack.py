@@ -99,7 +99,9 @@ class Pack:
         usable = nvrtc.serves(device) and fused.fits(self.stack.shape)
         self.fused = fused.Fused(self.stack, self.noise) if usable else None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
-        self._pool = torch.cuda.graph_pool_handle() if self.fused is not None and device.type == "cuda" else None
+        self._pool, self._stream = None, None
+        if self.fused is not None and device.type == "cuda":
+            self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     # ---------------------------------------------------------------------------------------------------------- epochs
 
@@ -183,7 +185,8 @@ class Pack:
             state = (self.stack.theta, self.stack.running, self.first, self.second, self.noise.step, self.done)
             changing = [*state, self.totals, self.sums]
             before = [a.clone() for a in changing]
-            here, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+            here, aside = torch.cuda.current_stream(), self._stream
+            assert aside is not None
             aside.wait_stream(here)
             with torch.cuda.stream(aside):
                 step(count)  # libraries set themselves up when they are first called, which a capture does not allow
@@ -301,11 +304,6 @@ class Pack:
         squares = error.square().sum(2)  # (M, B)
         unit = self.deviation[self.rows[index[0]].long()].square()
         self.sums += torch.stack([(squares * unit).sum(1), squares.sum(1), seen.sum((1, 2)).double()], 1)
-
-
-def can_pack(network: torch.nn.Module) -> bool:
-    """Whether it is a network that `Pack` knows how to train."""
-    return stacked.describe(network) is not None
 
 
 def free_memory(device: torch.device) -> int:

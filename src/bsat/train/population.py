@@ -95,7 +95,8 @@ class Progress:
     finished: int = 0
     epoch: int = 0
     """of the pack at work"""
-    packs: int = 0
+    members: int = 0
+    """of the pack at work"""
     best: float = math.inf
 
 
@@ -136,11 +137,13 @@ def train_population(
     """
     if not trials:
         raise ValueError("`trials` must hold at least one trial; got none.")
+    if any(trial.train.deterministic for trial in trials):
+        raise ValueError("`deterministic` must be False in a population, which has no slow steps; train it alone.")
     device = train_windows.series.device
     members, groups = _gather(trials, train_windows, device)
     rungs = sorted({r for t in trials for r in halving.rungs(t.train.max_epochs)}) if halving is not None else []
     progress = Progress(len(trials))
-    banks = _Banks(train_windows, val_windows)
+    banks = _Banks(members, train_windows, val_windows)
     packs = [_Run(part, banks, deviation) for group in groups for part in _split(group, members, train_windows, memory)]
     del members, groups
 
@@ -196,34 +199,46 @@ def _split(group: list[int], members: list[_Member], windows: Windows, memory: i
 
 
 class _Banks:
-    """Tokens made once for all packs that read the same ones."""
+    """Tokens made once for all packs: a bank for each kind, with every source of it that any trial reads."""
 
-    def __init__(self, train_windows: Windows, val_windows: Windows) -> None:
+    def __init__(self, members: Sequence[_Member], train_windows: Windows, val_windows: Windows) -> None:
         self.windows = train_windows, val_windows
-        self._kept: dict[object, tuple[Bank, Bank]] = {}
+        self._sources: dict[object, dict[object, Source]] = {}
+        self._kept: dict[object, tuple[Bank | None, Bank]] = {}
+        for member in members:
+            assert member.network is not None
+            source = member.trial.tokenizer, member.network
+            self._sources.setdefault(self._kind(member), {}).setdefault(self._key(member), source)
+
+    @staticmethod
+    def _kind(member: _Member) -> object:
+        shape = member.shape
+        return shape.tokens, shape.features, shape.spline, member.trial.tokenizer.adaptive, _drawn(member)
+
+    @staticmethod
+    def _key(member: _Member) -> object:
+        tokenizer = member.trial.tokenizer
+        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), member.trial.network.norm
 
     def of(self, members: Sequence[_Member]) -> tuple[Bank, Bank, list[int], list[int]]:
         """Train bank, validation bank, and each member's source in either."""
-        keys: list[object] = []
-        sources: dict[object, Source] = {}
-        for member in members:
-            tokenizer, norm = member.trial.tokenizer, member.trial.network.norm
-            assert member.network is not None
-            keys.append((repr(tokenizer), getattr(tokenizer, "clip_factor_", None), norm, member.shape.spline))
-            sources.setdefault(keys[-1], (tokenizer, member.network))
-        own = [list(sources).index(key) for key in keys]
         train_windows, val_windows = self.windows
-        most = members[0].trial.train.epoch_windows
-        kept = tuple(sources), most
+        kind, most = self._kind(members[0]), _drawn(members[0])
+        sources = self._sources[kind]
         drawn = most is not None and most < len(train_windows)
-        if kept not in self._kept:
-            val = Bank(val_windows.some(most), list(sources.values()))
-            self._kept[kept] = (val if drawn else Bank(train_windows, list(sources.values()))), val
-        train, val = self._kept[kept]
-        if drawn:  # everyone draws windows of their own
-            every: list[Source] = [(m.trial.tokenizer, m.network) for m in members if m.network is not None]
-            return Bank(train_windows, every, most), val, list(range(len(members))), own
+        if kind not in self._kept:
+            every = list(sources.values())
+            self._kept[kind] = None if drawn else Bank(train_windows, every), Bank(val_windows.some(most), every)
+        train, val = self._kept[kind]
+        own = [list(sources).index(self._key(member)) for member in members]
+        if train is None:  # everyone draws windows of their own
+            each = [(m.trial.tokenizer, m.network) for m in members if m.network is not None]
+            return Bank(train_windows, each, most), val, list(range(len(members))), own
         return train, val, own, own
+
+
+def _drawn(member: _Member) -> int | None:
+    return member.trial.train.epoch_windows
 
 
 class _Run:
@@ -253,7 +268,7 @@ class _Run:
             now = time.perf_counter()
             share, began = (now - began) / len(self.members), now
             stopped = self._record(pack, epoch, marks, share)
-            progress.epoch, progress.packs = epoch, len(pack)
+            progress.epoch, progress.members = epoch, len(self.members)
             found = [m.history.best.val_rmse for m in self.members if m.history.best_epoch >= 0]
             progress.best = min([progress.best, *found])
             yield self.drop(stopped)
