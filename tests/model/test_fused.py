@@ -311,3 +311,7 @@ def test_which_networks_fit(change, taken):
     shape = describe(make_network())
     assert shape.tokens == N
     assert fused.fits(replace(shape, **change)) == taken
+
+
+def test_a_network_of_its_own_kind_does_not_fit():
+    assert not fused.fits(None)

@@ -16,7 +16,7 @@ from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor
 from bsat.train import pack as pack_module
 from bsat.train.bank import Bank
 from bsat.train.checkpoint import Checkpoint
-from bsat.train.pack import Pack, can_pack, training_bytes
+from bsat.train.pack import Pack, training_bytes
 from bsat.train.population import Halving, Progress, Trial, train_population
 from bsat.train.settings import draw_order
 
@@ -527,6 +527,11 @@ def test_no_trials_are_refused(case):
         populate([], case)
 
 
+def test_determinism_is_not_promised(case):
+    with pytest.raises(ValueError, match="`deterministic` must be False in a population"):
+        populate([trial(), trial(deterministic=True)], case)
+
+
 def make_pack(case, networks, configs=None, count=None, banks=None, **choices):
     sources = [(case.tokenizer, network) for network in networks]
     configs = configs or [TrainConfig(**FAST)] * len(networks)
@@ -542,8 +547,6 @@ def test_a_pack_takes_networks_of_one_shape_and_of_the_usual_parts(case):
         make_pack(case, [usual, make_network(tokenizer, n_layers=2)])
     other = make_network(tokenizer)
     other.encoder.layers[0].feed_forward[1] = nn.ReLU()
-    assert can_pack(usual)
-    assert not can_pack(other)
     with pytest.raises(ValueError, match="made by `build_network`"):
         make_pack(case, [usual, other])
 
@@ -759,8 +762,10 @@ def test_plain_steps_where_kernels_will_not_do(shorter, kernels, engines, monkey
     sets = (batches(one, network, windows) for windows in shorter.windows[:2])
     train(network, *sets, one.train, **shorter.scaling)
     assert engines == ["_Plain"] * 3  # it has a part that they do not know
+    solo(replace(one, network=replace(one.network, encoding="lpe", d_model=9, n_heads=3)), shorter)
+    assert engines == ["_Plain"] * 4  # nor do they take an odd width
     solo(one, shorter)
-    assert engines == [*["_Plain"] * 3, "_Captured"]
+    assert engines == [*["_Plain"] * 4, "_Captured"]
 
 
 def test_ctrl_c_leaves_the_best_weights_of_captured_steps(shorter, kernels):

@@ -310,7 +310,7 @@ class Fused:
 
     def update(self, first: Tensor, second: Tensor, rates: Tensor, decays: Tensor) -> None:
         """Clip each model's gradient to norm 1, then AdamW at its own rate and decay, (M,) each, with its moments."""
-        M, chunks = len(self.stack), self.squares.shape[1]
+        M, chunks = len(self.stack), min(256, -(-self.size // 1024))
         self.kernels.launch("norms", (chunks, M), 256, self.grad, self.squares, self.size)
         self._each(
             "adamw", self.size, self.stack.theta, self.grad, first, second, self.squares, rates, decays,

@@ -4,12 +4,11 @@
 // products of such halves give theirs, and the sums are float32. How the work is cut depends on the shapes of one
 // model's matrices alone, so a model's result is the same to the last bit whoever is computed beside it.
 //
-// WIDE (64, 32 or 16) is how many columns a block takes; it takes 64 rows, with four warps. A product of great depth is
-// cut into slices along it, which go to `partial` and are added up by `product_sum`.
+// A block takes TALL rows and WIDE (64, 32 or 16) columns with four warps. A product of great depth is cut into slices
+// along it, which go to `partial` and are added up by `product_sum`.
 
 #define TALL 64
-#define DEEP 16
-#define STAGES 4
+#define DEEP 16 // how much of the depth is in shared memory at once
 #define WARPS_ACROSS (WIDE >= 32 ? 2 : 1)
 #define WARP_ROWS (TALL * WARPS_ACROSS / 4)
 #define WARP_COLUMNS (WIDE / WARPS_ACROSS)
@@ -39,49 +38,39 @@ __device__ void multiply(float (&d)[4], const float (&a)[4], const float (&b)[2]
 // The part of x that a tensor core sees.
 __device__ float coarse(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
-// Sixteen bytes from global to shared memory, or zeros, without waiting for them.
-__device__ void bring(float* to, const float* from, bool there) {
-#ifdef __CUDA_ARCH__
-    asm volatile("{ .reg .u64 wide; .reg .u32 at; cvta.to.shared.u64 wide, %0; cvt.u32.u64 at, wide;"
-                 " cp.async.cg.shared.global [at], [%1], 16, %2; }" ::"l"(to),
-                 "l"(from), "r"(there ? 16 : 0)
-                 : "memory");
-#else
-    *(float4*)to = there ? *(const float4*)from : make_float4(0.f, 0.f, 0.f, 0.f);
-#endif
-}
+// Numbers of a tile of LINES lines, LONG long, on their way from global to shared memory.
+template <int LINES, int LONG> struct Load {
+    static const int COUNT = (LINES * LONG / 4 + 128 - 1) / 128;
+    float4 held[COUNT];
 
-// What was brought since the last mark belongs together.
-__device__ void mark() {
-#ifdef __CUDA_ARCH__
-    asm volatile("cp.async.commit_group;" ::: "memory");
-#endif
-}
-
-// Until all but the last STAGES - 2 marked parts are there.
-__device__ void await_oldest() {
-#ifdef __CUDA_ARCH__
-    asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-#endif
-}
-
-// A tile of LINES lines, LONG long, to shared memory; zeros beyond the ends.
-template <int LINES, int LONG>
-__device__ void load(float* to, int to_stride, const float* from, int stride, int line0, int lines, int at0, int end,
-                     int aligned) {
+    __device__ void fetch(const float* from, long long stride, int line0, int lines, int at0, int end, int aligned) {
 #pragma unroll
-    for (int v = threadIdx.x; v < LINES * LONG / 4; v += 128) {
-        const int line = v / (LONG / 4), off = v % (LONG / 4) * 4, at = at0 + off;
-        const bool there = line0 + line < lines && at < end;
-        const float* p = there ? from + (long long)(line0 + line) * stride + at : from;
-        float* q = to + line * to_stride + off;
-        if (aligned) {
-            bring(q, p, there);
-        } else {
-            for (int k = 0; k < 4; k++) q[k] = there && at + k < end ? p[k] : 0.f;
+        for (int i = 0; i < COUNT; i++) {
+            const int v = threadIdx.x + i * 128, line = v / (LONG / 4), at = at0 + v % (LONG / 4) * 4;
+            float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
+            if (line < LINES && line0 + line < lines && at < end) {
+                const float* p = from + (line0 + line) * stride + at;
+                if (aligned) {
+                    x = *(const float4*)p;
+                } else {
+                    x.x = p[0];
+                    if (at + 1 < end) x.y = p[1];
+                    if (at + 2 < end) x.z = p[2];
+                    if (at + 3 < end) x.w = p[3];
+                }
+            }
+            held[i] = x;
         }
     }
-}
+
+    __device__ void put(float* to, int stride) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; i++) {
+            const int v = threadIdx.x + i * 128, line = v / (LONG / 4), at = v % (LONG / 4) * 4;
+            if (line < LINES) *(float4*)(to + line * stride + at) = held[i];
+        }
+    }
+};
 
 // TURN_A: A is stored by column, as (depth, rows); TURN_B: B is stored by column, as (columns, depth).
 template <bool TURN_A, bool TURN_B>
@@ -90,8 +79,8 @@ __device__ void product(const float* A, const float* B, float* C, float* partial
                         int slice, int aligned, int add) {
     // Distances of lines in shared memory that spread a warp's reads over all banks.
     const int a_line = TURN_A ? TALL + 8 : DEEP + 4, b_line = TURN_B ? DEEP + 4 : WIDE + 8;
-    __shared__ __align__(16) float a_tile[STAGES][TURN_A ? DEEP * (TALL + 8) : TALL * (DEEP + 4)];
-    __shared__ __align__(16) float b_tile[STAGES][TURN_B ? WIDE * (DEEP + 4) : DEEP * (WIDE + 8)];
+    __shared__ __align__(16) float a_tile[2][TURN_A ? DEEP * (TALL + 8) : TALL * (DEEP + 4)];
+    __shared__ __align__(16) float b_tile[2][TURN_B ? WIDE * (DEEP + 4) : DEEP * (WIDE + 8)];
     const int tiles_across = (columns + WIDE - 1) / WIDE, tile = blockIdx.x, model = blockIdx.z;
     const int row0 = tile / tiles_across * TALL, column0 = tile % tiles_across * WIDE;
     const int from = blockIdx.y * slice, end = min(from + slice, depth);
@@ -109,71 +98,73 @@ __device__ void product(const float* A, const float* B, float* C, float* partial
 #pragma unroll
             for (int e = 0; e < 4; e++) sums[i][j][e] = 0.f;
 
-    const int rounds = (end - from + DEEP - 1) / DEEP;
-    auto fetch = [&](int round) {
-        const int k = from + round * DEEP, slot = round % STAGES;
-        if (round < rounds) {
+    Load<TURN_A ? DEEP : TALL, TURN_A ? TALL : DEEP> a_load;
+    Load<TURN_B ? WIDE : DEEP, TURN_B ? DEEP : WIDE> b_load;
+    int now = 0;
+    for (int k = from; k < end + DEEP; k += DEEP) { // one round more than there are tiles: fetch, then compute
+        if (k < end) {
             if (TURN_A)
-                load<DEEP, TALL>(a_tile[slot], a_line, A, a_stride, k, end, row0, rows, aligned);
+                a_load.fetch(A, a_stride, k, end, row0, rows, aligned);
             else
-                load<TALL, DEEP>(a_tile[slot], a_line, A, a_stride, row0, rows, k, end, aligned);
+                a_load.fetch(A, a_stride, row0, rows, k, end, aligned);
             if (TURN_B)
-                load<WIDE, DEEP>(b_tile[slot], b_line, B, b_stride, column0, columns, k, end, aligned);
+                b_load.fetch(B, b_stride, column0, columns, k, end, aligned);
             else
-                load<DEEP, WIDE>(b_tile[slot], b_line, B, b_stride, k, end, column0, columns, aligned);
+                b_load.fetch(B, b_stride, k, end, column0, columns, aligned);
         }
-        mark();
-    };
-    for (int round = 0; round < STAGES - 1; round++) fetch(round);
-    for (int round = 0; round < rounds; round++) {
-        await_oldest();
+        if (k > from) {
+            const float *a_now = a_tile[now], *b_now = b_tile[now];
+            // A tensor core does not round its sums but cuts them off, so they are kept short.
+            float some[DOWN][ACROSS][4];
+#pragma unroll
+            for (int i = 0; i < DOWN; i++)
+#pragma unroll
+                for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) some[i][j][e] = 0.f;
+#pragma unroll
+            for (int kk = 0; kk < DEEP; kk += 8) {
+                float a_high[DOWN][4], a_low[DOWN][4], b_high[ACROSS][2], b_low[ACROSS][2];
+#pragma unroll
+                for (int i = 0; i < DOWN; i++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) {
+                        const int m = warp_row + 16 * i + g + e % 2 * 8, c = kk + t + e / 2 * 4;
+                        const float x = a_now[TURN_A ? c * a_line + m : m * a_line + c];
+                        a_high[i][e] = coarse(x);
+                        a_low[i][e] = x - a_high[i][e];
+                    }
+#pragma unroll
+                for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                    for (int e = 0; e < 2; e++) {
+                        const int n = warp_column + 8 * j + g, c = kk + t + e * 4;
+                        const float x = b_now[TURN_B ? n * b_line + c : c * b_line + n];
+                        b_high[j][e] = coarse(x);
+                        b_low[j][e] = x - b_high[j][e];
+                    }
+#pragma unroll
+                for (int i = 0; i < DOWN; i++)
+#pragma unroll
+                    for (int j = 0; j < ACROSS; j++) {
+                        multiply(some[i][j], a_low[i], b_high[j]);
+                        multiply(some[i][j], a_high[i], b_low[j]);
+                        multiply(some[i][j], a_high[i], b_high[j]);
+                    }
+            }
+#pragma unroll
+            for (int i = 0; i < DOWN; i++)
+#pragma unroll
+                for (int j = 0; j < ACROSS; j++)
+#pragma unroll
+                    for (int e = 0; e < 4; e++) sums[i][j][e] += some[i][j][e];
+            now ^= 1;
+        }
+        if (k < end) {
+            a_load.put(a_tile[now], a_line);
+            b_load.put(b_tile[now], b_line);
+        }
         __syncthreads();
-        fetch(round + STAGES - 1);
-        const float *a_now = a_tile[round % STAGES], *b_now = b_tile[round % STAGES];
-        // A tensor core does not round its sums but cuts them off, so they are kept short.
-        float some[DOWN][ACROSS][4];
-#pragma unroll
-        for (int i = 0; i < DOWN; i++)
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) some[i][j][e] = 0.f;
-#pragma unroll
-        for (int kk = 0; kk < DEEP; kk += 8) {
-            float a_high[DOWN][4], a_low[DOWN][4], b_high[ACROSS][2], b_low[ACROSS][2];
-#pragma unroll
-            for (int i = 0; i < DOWN; i++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) {
-                    const int m = warp_row + 16 * i + g + e % 2 * 8, c = kk + t + e / 2 * 4;
-                    const float x = a_now[TURN_A ? c * a_line + m : m * a_line + c];
-                    a_high[i][e] = coarse(x);
-                    a_low[i][e] = x - a_high[i][e];
-                }
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++)
-#pragma unroll
-                for (int e = 0; e < 2; e++) {
-                    const int n = warp_column + 8 * j + g, c = kk + t + e * 4;
-                    const float x = b_now[TURN_B ? n * b_line + c : c * b_line + n];
-                    b_high[j][e] = coarse(x);
-                    b_low[j][e] = x - b_high[j][e];
-                }
-#pragma unroll
-            for (int i = 0; i < DOWN; i++)
-#pragma unroll
-                for (int j = 0; j < ACROSS; j++) {
-                    multiply(some[i][j], a_low[i], b_high[j]);
-                    multiply(some[i][j], a_high[i], b_low[j]);
-                    multiply(some[i][j], a_high[i], b_high[j]);
-                }
-        }
-#pragma unroll
-        for (int i = 0; i < DOWN; i++)
-#pragma unroll
-            for (int j = 0; j < ACROSS; j++)
-#pragma unroll
-                for (int e = 0; e < 4; e++) sums[i][j][e] += some[i][j][e];
     }
 
     // Two neighbouring columns at a time.
@@ -211,9 +202,9 @@ __device__ void product(const float* A, const float* B, float* C, float* partial
     A, B, C, partial, rows, columns, depth, a_stride, b_stride, c_stride, a_model, b_model, c_model, slice,   \
         aligned, add
 
-extern "C" __global__ void __launch_bounds__(128, 4) product_nn(PARAMETERS) { product<false, false>(ARGUMENTS); }
-extern "C" __global__ void __launch_bounds__(128, 4) product_nt(PARAMETERS) { product<false, true>(ARGUMENTS); }
-extern "C" __global__ void __launch_bounds__(128, 4) product_tn(PARAMETERS) { product<true, false>(ARGUMENTS); }
+extern "C" __global__ void __launch_bounds__(128) product_nn(PARAMETERS) { product<false, false>(ARGUMENTS); }
+extern "C" __global__ void __launch_bounds__(128) product_nt(PARAMETERS) { product<false, true>(ARGUMENTS); }
+extern "C" __global__ void __launch_bounds__(128) product_tn(PARAMETERS) { product<true, false>(ARGUMENTS); }
 
 // Adds up the slices of each model, in order. The grid is (blocks, M).
 extern "C" __global__ void product_sum(const float* partial, float* C, int rows, int columns, int c_stride, int c_model,

@@ -52,44 +52,88 @@ class Shape:
 
 
 def describe(network: nn.Module) -> Shape | None:
-    """The shape of a network that `build_network` made; None if it has parts that are not the paper's."""
-    if type(network) is not Network or type(network.norm) is not InstanceNorm or type(network.encoder) is not Encoder:
+    """The shape of a network as `build_network` makes it; None if any part of it is another, or is frozen."""
+    try:
+        return _describe(network)
+    except (AttributeError, TypeError, IndexError, ValueError):  # a part that lacks what the paper's has
         return None
-    embedding, head = network.embedding, network.head
+
+
+def _describe(built: nn.Module) -> Shape | None:
+    network: Any = built
+    if type(built) is not Network or type(network.norm) is not InstanceNorm or type(network.encoder) is not Encoder:
+        return None
+    embedding, head, ranks = network.embedding, network.head, network.positions
     layers: list[Any] = list(network.encoder.layers)
-    if type(embedding) is not nn.Linear or type(head) not in (FlattenHead, SplineHead) or not layers:
-        return None
-    for layer in layers:
-        parts = [type(part) for part in layer.feed_forward] if type(layer) is EncoderLayer else []
-        if parts != [nn.Linear, nn.GELU, Dropout, nn.Linear] or type(layer.attention) is not Attention:
-            return None
-        if type(layer.attention_norm) is not TokenBatchNorm or type(layer.feed_forward_norm) is not TokenBatchNorm:
-            return None
     first = layers[0]
     rotary = first.attention.rotary
-    if type(rotary) not in (RotaryPositions, type(None)):
-        return None
-    if type(network.positions) not in (LearnedPositions, type(None)):
+    width, heads, feed = embedding.out_features, first.attention.n_heads, first.d_ff
+    learned = rotary is not None and isinstance(rotary.log_base, nn.Parameter)
+    parameters = list(network.parameters())
+    usual = [
+        type(head) in (FlattenHead, SplineHead),
+        type(ranks) in (LearnedPositions, type(None)),
+        _is_linear(embedding) and _is_linear(head.project),
+        type(network.dropout) is Dropout,
+        all(p.dtype == torch.float32 and p.requires_grad for p in parameters),
+        all(_is_usual_layer(layer, width, heads, feed, learned, rotary is not None) for layer in layers),
+        len({_layer_dropouts(layer) for layer in layers} | {(network.dropout.p, *_layer_dropouts(first)[1:])}) == 1,
+    ]
+    if not all(usual):
         return None
     return Shape(
-        tokens=head.project.in_features // embedding.out_features,
+        tokens=head.project.in_features // width,
         features=embedding.in_features,
-        width=embedding.out_features,
+        width=width,
         layers=len(layers),
-        heads=first.attention.n_heads,
-        feed=first.d_ff,
+        heads=heads,
+        feed=feed,
         horizon=head.project.out_features,
         rotary=rotary is not None,
-        learned=rotary is not None and isinstance(rotary.log_base, nn.Parameter),
-        ranked=network.positions is not None,
+        learned=learned,
+        ranked=ranks is not None,
         spline=head.needs_knots,
+    )
+
+
+def _is_linear(part: Any) -> bool:
+    return type(part) is nn.Linear and part.bias is not None
+
+
+def _is_norm(part: Any) -> bool:
+    usual = part.eps == EPSILON and part.momentum == MOMENTUM and part.affine and part.track_running_stats
+    return type(part) is TokenBatchNorm and usual
+
+
+def _layer_dropouts(layer: Any) -> tuple[float, float, float]:
+    return layer.dropout.p, layer.feed_forward[2].p, layer.attention.dropout.p
+
+
+def _is_usual_layer(layer: Any, width: int, heads: int, feed: int, learned: bool, turned: bool) -> bool:
+    attention, (up, bend, drop, down) = layer.attention, layer.feed_forward
+    rotary = attention.rotary
+    if turned and (type(rotary) is not RotaryPositions or isinstance(rotary.log_base, nn.Parameter) != learned):
+        return False
+    if turned and not learned and abs(float(rotary.log_base) - math.log(BASE)) > 1e-5:
+        return False
+    return (
+        type(layer) is EncoderLayer
+        and type(attention) is Attention
+        and (turned or rotary is None)
+        and all(_is_linear(part) for part in (attention.to_qkv, attention.to_out, up, down))
+        and type(bend) is nn.GELU
+        and bend.approximate == "none"
+        and all(type(part) is Dropout for part in (drop, layer.dropout, attention.dropout))
+        and _is_norm(layer.attention_norm)
+        and _is_norm(layer.feed_forward_norm)
+        and (attention.to_out.out_features, attention.n_heads) == (width, heads)
+        and layer.d_ff == up.out_features == feed
     )
 
 
 def dropouts(network: Network) -> tuple[float, float, float]:
     """Of the stream, inside the feed-forward part, and of the attention weights."""
-    layer: Any = network.encoder.layers[0]
-    return network.dropout.p, layer.feed_forward[2].p, layer.attention.dropout.p
+    return _layer_dropouts(network.encoder.layers[0])
 
 
 def feed_width(network: Network) -> int:

@@ -31,7 +31,7 @@ REPORT_EVERY = 8
 
 Report = Callable[[int, int, float, "Epoch | None"], None]
 """Called after every step (on a GPU every few, or none), and after every epoch, with epoch, step, mean loss so far, and
-the last whole epoch."""
+the last whole epoch. While steps are captured, the network itself has its new weights only after the training."""
 
 
 def train(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +62,8 @@ class Pack:
         deviation: Tensor,
         capture: bool = True,
     ) -> None:
+        if len(val) == 0:
+            raise ValueError("the validation fold must hold at least one window; got none. Bring more data.")
         shape = stacked.common_shape([_described(network) for network in networks])
         self.stack = Stack(networks, shape)
         self.configs, self.train, self.val, self.capture = list(configs), train, val, capture
@@ -97,13 +100,18 @@ class Pack:
         self.rates = torch.zeros(M, device=device)
         self.decays = torch.tensor([c.weight_decay for c in self.configs], device=device)
         usable = nvrtc.serves(device) and fused.fits(self.stack.shape)
-        self.fused = fused.Fused(self.stack, self.noise) if usable else None
+        with self._here():
+            self.fused = fused.Fused(self.stack, self.noise) if usable else None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._pool, self._stream = None, None
         if self.fused is not None and device.type == "cuda":
             self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
 
     # ---------------------------------------------------------------------------------------------------------- epochs
+
+    def _here(self) -> AbstractContextManager[object]:
+        """Kernels go to the device that is current."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def run_epoch(self, epoch: int) -> None:
         """Train every network on the windows of its own order."""
@@ -117,12 +125,14 @@ class Pack:
         factor = learning_rate_factor(epoch)
         self.rates.copy_(torch.tensor([c.learning_rate * factor for c in self.configs]))
         self.totals.zero_()
-        self._run(self._train_step, "train", self.epoch_windows, self.configs[0].batch_size)
+        with self._here():
+            self._run(self._train_step, "train", self.epoch_windows, self.configs[0].batch_size)
 
     def evaluate(self) -> Marks:
         """Score every network on the validation fold. Waits for the device, once."""
         self.sums.zero_()
-        self._run(self._val_step, "val", len(self.val), 2 * self.configs[0].batch_size)
+        with self._here():
+            self._run(self._val_step, "val", len(self.val), 2 * self.configs[0].batch_size)
         free, L = self.stack.free, self.stack.shape.layers
         bases = self.stack.theta[:, self.stack.theta.shape[1] - free :].exp()
         found = torch.cat([self.totals.unsqueeze(1), self.sums, bases.double()], 1).cpu()

@@ -180,7 +180,7 @@ def _gather(trials: Sequence[Trial], windows: Windows, device: torch.device) -> 
         shape = describe(network)
         assert shape is not None
         members.append(_Member(index, trial, network, shape, -1))
-        alike = replace(shape, feed=0), trial.train.batch_size, trial.train.epoch_windows, trial.tokenizer.adaptive
+        alike = replace(shape, feed=0), trial.train.batch_size, _drawn(trial, windows), trial.tokenizer.adaptive
         groups.setdefault(alike, []).append(index)
     return members, list(groups.values())
 
@@ -191,7 +191,11 @@ def _split(group: list[int], members: list[_Member], windows: Windows, memory: i
     if memory is None:
         memory = int(0.7 * free_memory(windows.series.device))
     while some:
-        each = training_bytes(some[-1].shape, some[-1].trial.train.batch_size)
+        trial = some[-1].trial
+        each = training_bytes(some[-1].shape, trial.train.batch_size)
+        drawn, network = _drawn(trial, windows), some[-1].network
+        if drawn is not None and network is not None:  # tokens of its own
+            each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback)
         room = max(1, memory // each)
         count = math.ceil(len(some) / math.ceil(len(some) / room))
         yield some[:count]
@@ -210,10 +214,10 @@ class _Banks:
             source = member.trial.tokenizer, member.network
             self._sources.setdefault(self._kind(member), {}).setdefault(self._key(member), source)
 
-    @staticmethod
-    def _kind(member: _Member) -> object:
+    def _kind(self, member: _Member) -> object:
         shape = member.shape
-        return shape.tokens, shape.features, shape.spline, member.trial.tokenizer.adaptive, _drawn(member)
+        drawn = _drawn(member.trial, self.windows[0])
+        return shape.tokens, shape.features, shape.spline, member.trial.tokenizer.adaptive, drawn
 
     @staticmethod
     def _key(member: _Member) -> object:
@@ -223,12 +227,12 @@ class _Banks:
     def of(self, members: Sequence[_Member]) -> tuple[Bank, Bank, list[int], list[int]]:
         """Train bank, validation bank, and each member's source in either."""
         train_windows, val_windows = self.windows
-        kind, most = self._kind(members[0]), _drawn(members[0])
+        kind, most = self._kind(members[0]), _drawn(members[0].trial, train_windows)
         sources = self._sources[kind]
-        drawn = most is not None and most < len(train_windows)
         if kind not in self._kept:
             every = list(sources.values())
-            self._kept[kind] = None if drawn else Bank(train_windows, every), Bank(val_windows.some(most), every)
+            validate = val_windows.some(members[0].trial.train.epoch_windows)
+            self._kept[kind] = None if most else Bank(train_windows, every), Bank(validate, every)
         train, val = self._kept[kind]
         own = [list(sources).index(self._key(member)) for member in members]
         if train is None:  # everyone draws windows of their own
@@ -237,8 +241,10 @@ class _Banks:
         return train, val, own, own
 
 
-def _drawn(member: _Member) -> int | None:
-    return member.trial.train.epoch_windows
+def _drawn(trial: Trial, windows: Windows) -> int | None:
+    """How many windows an epoch draws; None if it takes all."""
+    most = trial.train.epoch_windows
+    return most if most is not None and most < len(windows) else None
 
 
 class _Run:
@@ -274,6 +280,7 @@ class _Run:
             yield self.drop(stopped)
             if report is not None:
                 report(progress)
+            began = time.perf_counter()  # what the caller did meanwhile is not ours
 
     def _begin(self) -> None:
         banks = self.banks.of(self.members)

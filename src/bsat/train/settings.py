@@ -81,7 +81,7 @@ class History:
     epochs: list[Epoch] = field(default_factory=list)
     best_epoch: int = -1
     stopped: str = ""
-    """"patience", "max_epochs", "interrupted" or "diverged\""""
+    """"patience", "max_epochs", "interrupted", "diverged", or "halved" in a population"""
 
     @property
     def best(self) -> Epoch:
