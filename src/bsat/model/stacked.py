@@ -69,13 +69,12 @@ def _describe(built: nn.Module) -> Shape | None:
     rotary = first.attention.rotary
     width, heads, feed = embedding.out_features, first.attention.n_heads, first.d_ff
     learned = rotary is not None and isinstance(rotary.log_base, nn.Parameter)
-    parameters = list(network.parameters())
     usual = [
         type(head) in (FlattenHead, SplineHead),
         type(ranks) in (LearnedPositions, type(None)),
         _is_linear(embedding) and _is_linear(head.project),
         type(network.dropout) is Dropout,
-        all(p.dtype == torch.float32 and p.requires_grad for p in parameters),
+        all(parameter.requires_grad for parameter in network.parameters()),
         all(_is_usual_layer(layer, width, heads, feed, learned, rotary is not None) for layer in layers),
         len({_layer_dropouts(layer) for layer in layers} | {(network.dropout.p, *_layer_dropouts(first)[1:])}) == 1,
     ]

@@ -134,8 +134,8 @@ def captured_tokens(
 ) -> int | None:
     """Bytes of tokens that a training with captured steps keeps on the device; None if kernels, network or memory do
     not allow it, or determinism is asked for."""
-    device = train_windows.series.device
-    if not nvrtc.serves(device) or config.deterministic or not fused.fits(describe(network)):
+    device, single = train_windows.series.device, all(p.dtype == torch.float32 for p in network.parameters())
+    if not nvrtc.serves(device) or config.deterministic or not single or not fused.fits(describe(network)):
         return None
     drawn = min(len(train_windows), config.epoch_windows or len(train_windows))
     size = Bank.size(drawn + len(val_windows), (tokenizer, network), train_windows.lookback)
