@@ -37,6 +37,7 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(nvrtc, "program", program)
     monkeypatch.setattr(nvrtc, "available", lambda: True)
     monkeypatch.setattr(nvrtc, "serves", lambda device: True)
+    monkeypatch.setattr(nvrtc, "compile_ahead", lambda *requests: None)
 
 
 def program(path, **constants) -> "Program":

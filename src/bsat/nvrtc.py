@@ -13,6 +13,8 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -59,6 +61,14 @@ def _program(path: Path, constants: tuple[tuple[str, object], ...], device: int)
     return Program(path, dict(constants), device)
 
 
+def compile_ahead(*requests: tuple[Path, Mapping[str, object]]) -> None:
+    """Compile several programs side by side that will be asked for one by one."""
+    device = torch.cuda.current_device()
+    with ThreadPoolExecutor(min(len(requests), 8)) as pool:
+        for _ in pool.map(lambda request: _image(request[0], _options(request[1], device)), requests):
+            pass
+
+
 class Program:
     """Kernels of one source, loaded on one device."""
 
@@ -66,9 +76,7 @@ class Program:
         self.path = path
         self._module = ctypes.c_void_p()
         self._kernels: dict[str, ctypes.c_void_p] = {}
-        major, minor = torch.cuda.get_device_capability(device)
-        options = [f"--gpu-architecture=sm_{major}{minor}", *OPTIONS, *(f"-D{k}={v}" for k, v in constants.items())]
-        image = _compile_or_find(path, options)
+        image = _image(path, _options(constants, device))
         torch.cuda.current_stream()  # makes sure that torch has its context up
         _check(_driver().cuModuleLoadData(ctypes.byref(self._module), image), path)
 
@@ -107,6 +115,16 @@ def _three(size: int | tuple[int, ...]) -> tuple[int, int, int]:
     whole = (size,) if isinstance(size, int) else size
     x, y, z = (*whole, 1, 1)[:3]
     return x, y, z
+
+
+def _options(constants: Mapping[str, object], device: int) -> tuple[str, ...]:
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"--gpu-architecture=sm_{major}{minor}", *OPTIONS, *(f"-D{k}={v}" for k, v in constants.items())
+
+
+@cache
+def _image(path: Path, options: tuple[str, ...]) -> bytes:
+    return _compile_or_find(path, list(options))
 
 
 def _compile_or_find(path: Path, options: list[str]) -> bytes:

@@ -72,7 +72,18 @@ class Fused:
         self.grad = torch.zeros_like(stack.theta)
         self.g = stack.views(self.grad)
         self.size = stack.theta.shape[1]
+        k, n = shape.head_width, shape.tokens
+        # Two heads of few tokens fill the warps of a block better than one.
+        self.packed = 2 if 0 < n % 32 <= 16 and n < 64 and shape.heads % 2 == 0 else 1
+        self.threads = -(-self.packed * n // 32) * 32
+        variants = []
+        for depth in range(1, shape.layers + 1):
+            tile = min(n, max(8, SHARED // (4 * (depth + 1) * k * self.packed)))
+            sizes = {"DEPTH": depth, "WIDTH": k, "TILE": tile, "PACKED": self.packed, "MOST": self.threads}
+            variants.append((ATTENTION, sizes))
+        nvrtc.compile_ahead((LAYERS, {}), *variants, *Products.variants(device))
         self.kernels = nvrtc.program(LAYERS)
+        self.attention = [nvrtc.program(path, **sizes) for path, sizes in variants]
         self.product = self.weight_product = Products(M, device)
         # The gradients of weights are nobody's input: what few small models leave idle can compute them meanwhile.
         self.aside = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -80,15 +91,6 @@ class Fused:
             self.weight_product = Products(M, device)  # with work space of its own
         self._meanwhile = False
         self._held: list[Tensor] = []
-        k, n = shape.head_width, shape.tokens
-        # Two heads of few tokens fill the warps of a block better than one.
-        self.packed = 2 if 0 < n % 32 <= 16 and n < 64 and shape.heads % 2 == 0 else 1
-        self.threads = -(-self.packed * n // 32) * 32
-        self.attention = []
-        for depth in range(1, shape.layers + 1):
-            tile = min(n, max(8, SHARED // (4 * (depth + 1) * k * self.packed)))
-            constants = {"DEPTH": depth, "WIDTH": k, "TILE": tile, "PACKED": self.packed, "MOST": self.threads}
-            self.attention.append(nvrtc.program(ATTENTION, **constants))
         self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
         self.partial = torch.empty(M * CHUNKS * 2 * shape.width, dtype=torch.float64, device=device)
         self.squares = torch.empty(M, 256, dtype=torch.float64, device=device)
@@ -327,10 +329,16 @@ class Products:
 
     TALL, DEEP, BLOCKS = 64, 16, 128
 
+    @staticmethod
+    def variants(device: torch.device) -> list[tuple[Path, dict[str, int]]]:
+        """The programs, by how many columns a block takes."""
+        return [(PRODUCT, {"WIDE": wide}) for wide in (16, 32, 64)] if nvrtc.tensor_cores(device) else []
+
     def __init__(self, models: int, device: torch.device) -> None:
-        self.ours = nvrtc.tensor_cores(device)
+        variants = self.variants(device)
+        self.ours = bool(variants)
         if self.ours:
-            self.programs = {wide: nvrtc.program(PRODUCT, WIDE=wide) for wide in (16, 32, 64)}
+            self.programs = {sizes["WIDE"]: nvrtc.program(path, **sizes) for path, sizes in variants}
             self.partial = torch.empty(models * self.BLOCKS * self.TALL * 64, device=device)
 
     def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:

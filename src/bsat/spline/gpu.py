@@ -161,8 +161,12 @@ class _Chunk:
         # Positions of window w: x[w * xrow + i * xstep].
         self.x = None if x is None else x.double().contiguous() if x.ndim == 1 else x.double().T.contiguous()
         self.xrow, self.xstep = (0, 1) if x is None or x.ndim == 1 else (1, count)
-        program = nvrtc.program(SOURCE, REAL=self.real)
-        program.launch(
+        regular = int(x is None)
+        self.turning: dict[str, object] = {"REAL": self.real}
+        self.placing = {**self.turning, "REGULAR": regular, "ORDER": spec.order}
+        self.fitting = {**self.turning, "REGULAR": regular, "DEGREE": spec.degree}
+        nvrtc.compile_ahead(*((SOURCE, constants) for constants in (self.turning, self.placing, self.fitting)))
+        nvrtc.program(SOURCE, **self.turning).launch(
             "turn",
             (-(-count // 32), -(-m // 32)),
             (32, 8),
@@ -179,8 +183,7 @@ class _Chunk:
         """Knots, (n + p + 1, count) in float64."""
         samples, spec = self.samples, self.spec
         t = self.work.new_empty(spec.n + spec.degree + 1, samples.count)
-        program = nvrtc.program(SOURCE, REAL=self.real, REGULAR=int(self.x is None), ORDER=spec.order)
-        program.launch(
+        nvrtc.program(SOURCE, **self.placing).launch(
             "place",
             self.grid,
             BLOCK,
@@ -204,8 +207,7 @@ class _Chunk:
     def fit(self, t: Tensor, knots: Tensor, coefficients: Tensor, condition: Tensor) -> None:
         """Coefficients and conditions at the knots t (n + p + 1, count), which go to `knots` too."""
         samples, spec = self.samples, self.spec
-        program = nvrtc.program(SOURCE, REAL=self.real, REGULAR=int(self.x is None), DEGREE=spec.degree)
-        program.launch(
+        nvrtc.program(SOURCE, **self.fitting).launch(
             "fit",
             self.grid,
             BLOCK,

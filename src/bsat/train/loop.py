@@ -57,15 +57,22 @@ def train(
         report: see `Report`.
         checkpoint: where the state is kept after every epoch, and found again.
     """
-    optimizer = make_optimizer(network, config)
+    windows = train_set.windows, val_set.windows
+    captured = captured_tokens(network, train_set.tokenizer, config, *windows) is not None
+    # A process's first optimizer makes torch load its compiler, for seconds; captured steps need one only for files.
+    optimizer = None if captured and checkpoint is None else make_optimizer(network, config)
     history, best = History(), _copy(network)
-    if checkpoint is not None:
+    if checkpoint is not None and optimizer is not None:
         found = checkpoint.load(network, optimizer)
         if found is not None:
             best, meta = found
             history = History.from_dict(meta)
+    engine: _Captured | _Plain
+    if captured or optimizer is None:
+        engine = _Captured(network, optimizer, train_set, val_set, config, deviation)
+    else:
+        engine = _Plain(network, optimizer, train_set, val_set, config, mean, deviation, report)
     steps = epoch_steps(len(train_set), config)
-    engine = _choose_engine(network, optimizer, train_set, val_set, config, mean, deviation, report)
     with engine:
         try:
             while not finished(history, config):
@@ -82,7 +89,7 @@ def train(
                     history.best_epoch, best = epoch, engine.weights()
                 if report is not None:
                     report(epoch, steps, loss, done)
-                if checkpoint is not None:
+                if checkpoint is not None and optimizer is not None:
                     engine.write_back()
                     checkpoint.save(network, optimizer, best, history.to_dict())
         except KeyboardInterrupt:
@@ -97,7 +104,7 @@ def train(
         if history.best_epoch < 0:
             raise FloatingPointError(message)
         warnings.warn(f"{message} The best weights so far are kept.", RuntimeWarning, stacklevel=2)
-    if checkpoint is not None and history.stopped != "interrupted":
+    if checkpoint is not None and optimizer is not None and history.stopped != "interrupted":
         checkpoint.save(network, optimizer, best, history.to_dict())  # with its end
     network.load_state_dict(best)
     network.eval()
@@ -110,23 +117,6 @@ def make_optimizer(network: nn.Module, config: TrainConfig) -> torch.optim.Optim
     rest = [p for name, p in network.named_parameters() if not name.endswith("log_base")]
     groups = [{"params": rest, "weight_decay": config.weight_decay}, {"params": free, "weight_decay": 0.0}]
     return torch.optim.AdamW([g for g in groups if g["params"]], lr=config.learning_rate, fused=True)
-
-
-def _choose_engine(
-    network: Network,
-    optimizer: torch.optim.Optimizer,
-    train_set: TokenBatches,
-    val_set: TokenBatches,
-    config: TrainConfig,
-    mean: Tensor,
-    deviation: Tensor,
-    report: Report | None,
-) -> _Plain | _Captured:
-    """Captured steps where that can be; else plain ones."""
-    windows = train_set.windows, val_set.windows
-    if captured_tokens(network, train_set.tokenizer, config, *windows) is not None:
-        return _Captured(network, optimizer, train_set, val_set, config, deviation)
-    return _Plain(network, optimizer, train_set, val_set, config, mean, deviation, report)
 
 
 def captured_tokens(
@@ -211,7 +201,7 @@ class _Captured:
     def __init__(
         self,
         network: Network,
-        optimizer: torch.optim.Optimizer,
+        optimizer: torch.optim.Optimizer | None,
         train_set: TokenBatches,
         val_set: TokenBatches,
         config: TrainConfig,
@@ -247,7 +237,9 @@ class _Captured:
 
     @torch.no_grad()
     def _moments(self, way: str) -> None:
-        """AdamW's moments between the optimizer and the pack."""
+        """AdamW's moments between the optimizer, if there is one, and the pack."""
+        if self.optimizer is None:
+            return
         pack, steps = self.pack, self.pack.noise.step
         first, second = pack.stack.views(pack.first), pack.stack.views(pack.second)
         for name, parameter in self.network.named_parameters():
