@@ -31,6 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import bsat
 from bsat import BSplineTokenizer, nvrtc
 from bsat.data import load_shipped
 from bsat.data.folds import fold_edges
@@ -58,11 +59,7 @@ def machine(device: str) -> str:
     """The first line of what is printed."""
     name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     parts = [f"CUDA {torch.version.cuda}" if device == "cuda" else "", f"Python {platform.python_version()}"]
-    for package in ("transformers", "bsat"):
-        try:
-            parts.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
-            parts.append(f"no {package} installed")
+    parts += [f"transformers {importlib.metadata.version('transformers')}", f"bsat {bsat.__version__}"]
     return ", ".join(part for part in (name, f"torch {torch.__version__}", *parts) if part)
 
 

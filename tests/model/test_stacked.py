@@ -430,8 +430,8 @@ def test_a_training_step_does_not_depend_on_who_is_beside(head):
 
 
 def test_a_stack_of_networks_built_by_hand():
-    """`Network` takes its parts from outside; one put together from the usual ones is like any other. But the stream has
-    one dropout."""
+    """`Network` takes its parts from outside; one put together from the usual ones is like any other. Its
+    stream has one dropout, though."""
     built = build_network(NetworkConfig(d_model=8, n_heads=2), TOKENIZERS["bspline"], lookback=L, horizon=H)
 
     def put_together(dropout):

@@ -15,6 +15,9 @@
 #define DOWN (WARP_ROWS / 16)
 #define ACROSS (WARP_COLUMNS / 8)
 
+// The part of x that a tensor core sees.
+__device__ float coarse(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
+
 // d (16, 8) += a (16, 8) b (8, 8), each spread over the 32 threads of a warp as the instruction wants it.
 __device__ void multiply(float (&d)[4], const float (&a)[4], const float (&b)[2]) {
 #ifdef __CUDA_ARCH__
@@ -24,19 +27,16 @@ __device__ void multiply(float (&d)[4], const float (&a)[4], const float (&b)[2]
         : "r"(__float_as_uint(a[0])), "r"(__float_as_uint(a[1])), "r"(__float_as_uint(a[2])),
           "r"(__float_as_uint(a[3])), "r"(__float_as_uint(b[0])), "r"(__float_as_uint(b[1])));
 #else
-    const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+    __shared__ float all_a[4][16][8], all_b[4][8][8];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    for (int e = 0; e < 4; e++) all_a[warp][g + e % 2 * 8][t + e / 2 * 4] = coarse(a[e]);
+    for (int e = 0; e < 2; e++) all_b[warp][t + e * 4][g] = coarse(b[e]);
+    __syncwarp();
     for (int e = 0; e < 4; e++)
-        for (int k = 0; k < 8; k++) {
-            const int from_a = row * 4 + k % 4, from_b = (column + e % 2) * 4 + k % 4;
-            const float low = __shfl_sync(0xffffffffu, a[k / 4 * 2], from_a);
-            const float high = __shfl_sync(0xffffffffu, a[k / 4 * 2 + 1], from_a);
-            d[e] += (e < 2 ? low : high) * __shfl_sync(0xffffffffu, b[k / 4], from_b);
-        }
+        for (int k = 0; k < 8; k++) d[e] += all_a[warp][g + e / 2 * 8][k] * all_b[warp][k][2 * t + e % 2];
+    __syncwarp();
 #endif
 }
-
-// The part of x that a tensor core sees.
-__device__ float coarse(float x) { return __uint_as_float(__float_as_uint(x) & 0xffffe000u); }
 
 // Numbers of a tile of LINES lines, LONG long, on their way from global to shared memory.
 template <int LINES, int LONG> struct Load {
