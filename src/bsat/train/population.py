@@ -108,7 +108,6 @@ class _Member:
     trial: Trial
     network: Network | None
     shape: Shape
-    source: int
     history: History = field(default_factory=History)
     seconds: float = 0.0
     beside: int = 0
@@ -147,7 +146,7 @@ def train_population(
     packs = [_Run(part, banks, deviation) for group in groups for part in _split(group, members, train_windows, memory)]
     del members, groups
 
-    def note(run: _Run, done: Iterable[Trained]) -> Iterator[Trained]:
+    def note(done: Iterable[Trained]) -> Iterator[Trained]:
         for trained in done:
             progress.finished += 1
             yield trained
@@ -157,13 +156,13 @@ def train_population(
             if not run.members:
                 continue
             for done in run.train_until(rung, progress, report):
-                yield from note(run, done)
+                yield from note(done)
             run.rest()
         if rung is not None and halving is not None:
             marks = {m.index: m.history.best.val_scaled_rmse for run in packs for m in run.members}
             survivors = halving.survivors(marks)
             for run in packs:
-                yield from note(run, run.drop([m for m in run.members if m.index not in survivors], "halved"))
+                yield from note(run.drop([m for m in run.members if m.index not in survivors], "halved"))
         packs = [run for run in packs if run.members]
 
 
@@ -179,7 +178,7 @@ def _gather(trials: Sequence[Trial], windows: Windows, device: torch.device) -> 
             ).to(device)
         shape = describe(network)
         assert shape is not None
-        members.append(_Member(index, trial, network, shape, -1))
+        members.append(_Member(index, trial, network, shape))
         alike = replace(shape, feed=0), trial.train.batch_size, _drawn(trial, windows), trial.tokenizer.adaptive
         groups.setdefault(alike, []).append(index)
     return members, list(groups.values())
