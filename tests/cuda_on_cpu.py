@@ -26,10 +26,7 @@ from bsat import nvrtc
 
 HEADER = Path(__file__).with_suffix(".h")
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-fno-gnu-unique", "-w", "-ffp-contract=off")
-KERNEL = re.compile(
-    r'extern\s+"C"\s+__global__\s+(?:__launch_bounds__\([^)]*\)\s+)?void\s+'
-    r"(?:__launch_bounds__\([^)]*\)\s+)?(\w+)\s*\("
-)
+KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+(?:\w+\([^)]*\)\s+)*void\s+(?:\w+\([^)]*\)\s+)*(\w+)\s*\(')
 
 
 def install(monkeypatch) -> None:

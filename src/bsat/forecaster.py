@@ -19,7 +19,7 @@ import torch
 from huggingface_hub import ModelHubMixin
 from torch import Tensor
 
-from . import storage
+from . import nvrtc, storage
 from .conformal import MOST, check_levels, half_widths, local_deviation, sorted_scores
 from .data import season_of
 from .data.columns import kind_of, make_frame
@@ -233,7 +233,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         drawn = self.train_config.epoch_windows or len(train_windows)
         token_bytes = bytes_per_window(tokenizer, network, L) * (len(train_windows) + len(val_windows))
         keep = tokenizer.adaptive and len(train_windows) <= drawn and token_bytes <= KEPT_TOKENS
-        keep = keep and device.type != "cuda"  # there tokens are made faster than they are fetched
+        keep = keep and not nvrtc.serves(device)  # there tokens are made faster than they are fetched
         captured = captured_tokens(network, tokenizer, self.train_config, train_windows, val_windows)
         kept = captured if captured is not None else token_bytes if keep else None
         self._say(self._plan(panel, network, series, train_windows, val_windows, kept, captured is not None))

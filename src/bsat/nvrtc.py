@@ -64,9 +64,16 @@ def _program(path: Path, constants: tuple[tuple[str, object], ...], device: int)
 def compile_ahead(*requests: tuple[Path, Mapping[str, object]]) -> None:
     """Compile several programs side by side that will be asked for one by one."""
     device = torch.cuda.current_device()
-    with ThreadPoolExecutor(min(len(requests), 8)) as pool:
-        for _ in pool.map(lambda request: _image(request[0], _options(request[1], device)), requests):
+    wanted = [request for path, constants in requests if (request := (path, _options(constants, device))) not in _ahead]
+    if not wanted:
+        return
+    with ThreadPoolExecutor(min(len(wanted), 8)) as pool:
+        for _ in pool.map(lambda request: _image(*request), wanted):
             pass
+    _ahead.update(wanted)
+
+
+_ahead: set[tuple[Path, tuple[str, ...]]] = set()
 
 
 class Program:
@@ -134,16 +141,20 @@ def _compile_or_find(path: Path, options: list[str]) -> bytes:
     _compiler().nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
     headers = b"".join(header.read_bytes() for header in sorted(path.parent.glob("*.cuh")))
     key = hashlib.sha256(repr((tuple(version), options)).encode() + source + headers).hexdigest()
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    kept = root / "bsat" / "kernels" / f"{path.stem}-{key[:32]}.cubin"
-    if kept.is_file():
-        return kept.read_bytes()
+    name = f"{path.stem}-{key[:32]}.cubin"
+    with suppress(OSError, RuntimeError):  # a folder that is not there or cannot be read costs a few seconds
+        return (_folder() / name).read_bytes()
     image = _compile(path.name, source, [*options, f"--include-path={path.parent}"])
-    with suppress(OSError):  # a folder that cannot be written to costs the next process a few seconds
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(kept) as temporary:
+    with suppress(OSError, RuntimeError):
+        _folder().mkdir(parents=True, exist_ok=True)
+        with replacing(_folder() / name) as temporary:
             temporary.write_bytes(image)
     return image
+
+
+def _folder() -> Path:
+    """Where what was compiled is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bsat" / "kernels"
 
 
 def _compile(name: str, source: bytes, options: list[str]) -> bytes:

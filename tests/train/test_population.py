@@ -11,7 +11,9 @@ from torch import nn
 
 import bsat
 import cuda_on_cpu
+from bsat.data.windows import Windows
 from bsat.model import NetworkConfig, build_network
+from bsat.model.stacked import describe
 from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, train
 from bsat.train import pack as pack_module
 from bsat.train.bank import Bank
@@ -514,7 +516,7 @@ def test_the_size_of_a_bank_is_what_it_takes():
     for network in ({}, {"head": "spline"}):
         source = (case.tokenizer, make_network(case.tokenizer, **network))
         bank = Bank(case.windows[0], [source])
-        held = [a for a in vars(bank).values() if isinstance(a, torch.Tensor)]
+        held = [a for name, a in vars(bank).items() if isinstance(a, torch.Tensor) and name != "series"]
         taken = sum(a.numel() * a.element_size() for a in held)
         assert taken == pytest.approx(Bank.size(len(bank), source, L), rel=0.05)
 
@@ -787,3 +789,68 @@ def test_captured_steps_that_diverge_say_so(shorter, kernels):
     kernels()
     with pytest.raises(FloatingPointError, match=r"no longer a number in epoch 0.*Lower `learning_rate`"):
         solo(trial(learning_rate=1e38), shorter)
+
+
+# ---- what comes in is checked ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_series_that_is_a_column_of_a_table(case, kernels, monkeypatch):
+    """Kernels read numbers one after another, wherever torch has them."""
+    if kernels:
+        cuda_on_cpu.install(monkeypatch)
+    trials = [trial(seed=3, max_epochs=1)]
+    (want,) = populate(trials, case)
+    table = torch.randn(len(case.windows[0].series), 3)
+    table[:, 1] = case.windows[0].series
+    windows = [Windows(table[:, 1], w.starts, w.rows, w.lookback, w.horizon, w.gaps) for w in case.windows]
+    (got,) = populate(trials, replace(case, windows=windows))
+    assert curves(got.history) == curves(want.history)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_scaling_in_single_precision(case, kernels, monkeypatch):
+    if kernels:
+        cuda_on_cpu.install(monkeypatch)
+    trials = [trial(seed=3, max_epochs=1)]
+    (want,), (got,) = populate(trials, case), populate(trials, replace(case, deviation=case.deviation.float()))
+    assert curves(got.history) == pytest.approx(curves(want.history), rel=1e-6)
+
+
+def test_a_series_in_double_precision_is_refused(case):
+    train_windows, val_windows = (
+        Windows(w.series.double(), w.starts, w.rows, w.lookback, w.horizon, w.gaps) for w in case.windows[:2]
+    )
+    with pytest.raises(TypeError, match=r"float32 to train on; got torch\.float64\. Use series\.float\(\)"):
+        list(train_population([trial()], train_windows, val_windows, deviation=case.deviation))
+
+
+@pytest.mark.parametrize("fold", [0, 1])
+def test_an_empty_fold_is_refused(case, fold):
+    windows = list(case.windows[:2])
+    w = windows[fold]
+    windows[fold] = Windows(w.series, w.starts[:0], w.rows[:0], w.lookback, w.horizon, w.gaps)
+    with pytest.raises(ValueError, match=f"the {('train', 'validation')[fold]} fold must hold at least one window"):
+        list(train_population([trial()], *windows, deviation=case.deviation))
+
+
+def test_validation_windows_do_not_depend_on_the_others(case):
+    """A train fold of few windows, and a limit that cuts the validation fold alone."""
+    few = case.windows[0].some(4)
+    assert len(case.windows[1]) > 5
+    cut = replace(case, windows=[few, case.windows[1], case.windows[2]])
+    one, other = trial(epoch_windows=5, max_epochs=1), trial(epoch_windows=None, max_epochs=1)
+    alone = [populate([t], cut)[0].rmse for t in (one, other)]
+    assert alone[0] != alone[1]
+    for order in ([one, other], [other, one]):
+        beside = [t.rmse for t in populate(order, cut)]
+        assert beside == pytest.approx(alone if order[0] is one else alone[::-1], rel=1e-6)
+
+
+def test_memory_of_shapes_that_the_kernels_do_not_take():
+    """Plain torch keeps attention weights; the estimate must say so."""
+    network = make_network(bsat.BSplineTokenizer(N))
+    shape = describe(network)
+    large = replace(shape, tokens=180, layers=5, width=64, heads=4, feed=256)
+    assert training_bytes(large, 128) > 1.9e9
+    assert training_bytes(replace(large, layers=4), 128) < 0.6e9

@@ -15,6 +15,13 @@
 #define STEP(n) ((n) % 4 == 0 ? 4 : (n) % 2 == 0 ? 2 : 1)
 #define PART (SUM <= 64 ? SUM : WIDTH) // how much of a gradient the registers hold at once
 #define LOG2E 1.4426950408889634f
+#if MOST > 256 // more threads than can have all the registers they would like
+#define LARGE(blocks) __launch_bounds__(MOST, blocks)
+#define SMALL(threads)
+#else
+#define LARGE(blocks)
+#define SMALL(threads) __launch_bounds__(threads)
+#endif
 
 // COUNT numbers at once.
 template <int COUNT> __device__ void copy(float* to, const float* from) {
@@ -52,7 +59,7 @@ __device__ void fill_side(float (*to)[TILE][SUM], const Side& side, long long ro
     for (int e = threadIdx.x; e < PACKED * count * (SUM / run); e += blockDim.x) {
         const int c = e % (SUM / run) * run, j = e / (SUM / run) % count, p = e / (SUM / run) / count;
         if (head + p >= heads) continue;
-        float held[run];
+        __align__(16) float held[run];
         copy<run>(held, side.at(row + j0 + j, head + p, c));
 #pragma unroll
         for (int k = 0; k < run; k++) to[p][j][c + k] = held[k] * scale;
@@ -94,9 +101,9 @@ template <bool OUT> __device__ void row_of(float* a, float* b) {
     for (int c = 0; c < WIDTH; c += STEP(WIDTH)) OUT ? copy<STEP(WIDTH)>(b + c, a + c) : copy<STEP(WIDTH)>(a + c, b + c);
 }
 
-extern "C" __global__ void attend(const float* qkv0, const float* qkv1, const float* qkv2, const float* qkv3,
-                                  float* out, float* spread, const int* seeds, const int* step, const float* drop,
-                                  int site, int n, int heads) {
+extern "C" __global__ void LARGE(1)
+attend(const float* qkv0, const float* qkv1, const float* qkv2, const float* qkv3, float* out, float* spread,
+       const int* seeds, const int* step, const float* drop, int site, int n, int heads) {
     __shared__ __align__(16) float keys[PACKED][TILE][SUM];
     __shared__ __align__(16) float values[PACKED][TILE][WIDTH];
     const int window = blockIdx.y, B = gridDim.y, member = blockIdx.z, d = heads * WIDTH;
@@ -154,7 +161,7 @@ extern "C" __global__ void attend(const float* qkv0, const float* qkv1, const fl
 // The gradients of queries and keys of all DEPTH layers, written to grad0 ..., or added to what is there (`add`), and
 // of the values of the last of them. `spread` is the logarithm (to base 2) of each softmax's denominator. Half of the
 // blocks see their tokens as queries, the others as keys and values.
-extern "C" __global__ void __launch_bounds__(MOST)
+extern "C" __global__ void SMALL(MOST) LARGE(1)
 attend_grad(const float* qkv0, const float* qkv1, const float* qkv2, const float* qkv3, float* grad0, float* grad1,
             float* grad2, float* grad3, const float* out, const float* grad, const float* spread, const int* seeds,
             const int* step, const float* drop, int site, int n, int heads, int add) {

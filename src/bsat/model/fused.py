@@ -23,6 +23,9 @@ LAYERS, ATTENTION, PRODUCT = (Path(__file__).with_name(name) for name in ("layer
 MOST_TOKENS = 512
 """A thread for each; beyond it attention is not made for this."""
 
+MOST_WINDOWS = 65_535
+"""In a batch: a grid has no more blocks along its second axis."""
+
 MEANWHILE = 2**22
 """Up to so many numbers in a feed-forward part, the gradients of weights are computed beside the rest."""
 

@@ -2,7 +2,7 @@
 //
 // Activations are (M, R, d), R = B n rows. Parameters of all models lie in one (M, stride) buffer; a pointer to one of
 // them is that of the first model, and `stride` leads to the next. Sums over rows come in two steps, always in the same
-// order: blocks write partial sums in double precision, and the last block of a group to finish adds them up.
+// order: blocks leave partial sums in double precision, and the kernel that needs them collects them.
 
 #include "noise.cuh"
 
@@ -501,7 +501,7 @@ extern "C" __global__ void gelu_grad(float* __restrict__ grad, const float* __re
 
 // --------------------------------------------------------------------------------------------------------------- head
 
-// The matrix (M B, n, n) that evaluates each window's spline at n uniform times: row t has `order` numbers from column
+// The matrix (M B, n, n) that evaluates each window's spline at n uniform times: row t has `width` numbers from column
 // first[t] on. A block is one window of one model.
 extern "C" __global__ void basis(const int* first, const float* weights, const long long* order, const int* bank,
                                  const int* done, float* out, int windows, int order_stride, int tokens, int width) {

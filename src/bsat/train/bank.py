@@ -33,29 +33,41 @@ class Bank:
     """
 
     def __init__(self, windows: Windows, sources: Sequence[Source], count: int | None = None) -> None:
+        if windows.series.dtype != torch.float32:
+            raise TypeError(f"`series` must be float32 to train on; got {windows.series.dtype}. Use series.float().")
         self.windows, self.sources = windows, list(sources)
-        tokenizer, network = self.sources[0]
-        K, W, n = len(self.sources), len(windows) if count is None else count, tokenizer.n_tokens
-        self.features = len(tokenizer.level_features(windows.lookback))
+        self.series = windows.series.contiguous()
+        self.count = len(windows) if count is None else count
+        self.features = len(self.sources[0][0].level_features(windows.lookback))
         self.moving = any(tokenizer.adaptive for tokenizer, _ in self.sources)
-        new = windows.series.new_empty
+        self._make_room()
+        if count is None:
+            every = torch.arange(self.count, device=self.series.device)
+            for source in range(len(self.sources)):
+                self.fill(source, every)
+
+    def _make_room(self) -> None:
+        tokenizer, network = self.sources[0]
+        K, W, n = len(self.sources), self.count, tokenizer.n_tokens
+        new = self.series.new_empty
         self.values = new(K, W, n, self.features)
         self.positions = new(K, W if self.moving else 1, n)
         self.levels = new(K, W, 2)
-        self.starts = torch.empty(K, W, dtype=torch.int64, device=windows.series.device)
+        self.starts = new(K, W, dtype=torch.int64)
         self.first: Tensor | None = None
         self.weights: Tensor | None = None
         if network.head.needs_knots:
             width = max(tokenizer.degree for tokenizer, _ in self.sources) + 1  # type: ignore[attr-defined]
-            self.first = torch.zeros(K, W, n, dtype=torch.int32, device=windows.series.device)
+            self.first = new(K, W, n, dtype=torch.int32).zero_()
             self.weights = new(K, W, n, width).zero_()
-        if count is None:
-            every = torch.arange(W, device=windows.series.device)
-            for source in range(K):
-                self.fill(source, every)
+
+    def forget(self) -> None:
+        """Give the memory back until something is filled in again."""
+        self.values = self.positions = self.levels = self.starts = self.series.new_empty(0)
+        self.first = self.weights = None
 
     def __len__(self) -> int:
-        return self.values.shape[1]
+        return self.count
 
     @staticmethod
     def size(windows: int, source: Source, lookback: int) -> int:
@@ -70,6 +82,8 @@ class Bank:
     def fill(self, source: int, index: Tensor) -> None:
         """Tokenize the windows at `index` with one of the sources."""
         tokenizer, network = self.sources[source]
+        if not len(self.values):
+            self._make_room()
         self.starts[source, : len(index)] = self.windows.starts[index]
         for at in range(0, len(index), CHUNK):
             part, rows = index[at : at + CHUNK], slice(at, at + CHUNK)
@@ -93,7 +107,7 @@ class Bank:
         of = banks.long().unsqueeze(1)
         levels = self.levels[of, index]
         future = self.starts[of, index].unsqueeze(2) + self.windows._future
-        targets = (self.windows.series[future] - levels[..., :1]) / levels[..., 1:]
+        targets = (self.series[future] - levels[..., :1]) / levels[..., 1:]
         positions = self.positions[of, index if self.moving else torch.zeros_like(index)]
         return Batch(self.values[of, index], positions, self._basis(of, index)), levels, targets
 

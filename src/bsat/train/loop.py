@@ -125,7 +125,10 @@ def captured_tokens(
     """Bytes of tokens that a training with captured steps keeps on the device; None if kernels, network or memory do
     not allow it, or determinism is asked for."""
     device, single = train_windows.series.device, all(p.dtype == torch.float32 for p in network.parameters())
+    single = single and train_windows.series.dtype == torch.float32
     if not nvrtc.serves(device) or config.deterministic or not single or not fused.fits(describe(network)):
+        return None
+    if 2 * config.batch_size > fused.MOST_WINDOWS:
         return None
     drawn = min(len(train_windows), config.epoch_windows or len(train_windows))
     size = Bank.size(drawn + len(val_windows), (tokenizer, network), train_windows.lookback)

@@ -62,13 +62,19 @@ class Pack:
         deviation: Tensor,
         capture: bool = True,
     ) -> None:
-        if len(val) == 0:
-            raise ValueError("the validation fold must hold at least one window; got none. Bring more data.")
+        for fold, bank in (("train", train), ("validation", val)):
+            if len(bank.windows) == 0:
+                raise ValueError(f"the {fold} fold must hold at least one window; got none. Bring more data.")
         shape = stacked.common_shape([_described(network) for network in networks])
         self.stack = Stack(networks, shape)
         self.configs, self.train, self.val, self.capture = list(configs), train, val, capture
         self.device = device = self.stack.theta.device
-        self.deviation = deviation.to(device)
+        if device.type not in ("cpu", "cuda"):
+            raise ValueError(f"`device` must be 'cpu' or 'cuda' for networks side by side; got {device.type!r}.")
+        size = configs[0].batch_size
+        if shape.tokens * (len(train) % size or size) < 2:
+            raise ValueError("a batch must hold more than one token, which batch norm needs. Change `batch_size`.")
+        self.deviation = deviation.to(device, torch.float64)
         self.rows = val.windows.rows.int()
         self.drawn = len(train) < len(train.windows)
         if self.drawn and list(banks) != list(range(len(networks))):
@@ -99,7 +105,8 @@ class Pack:
         self.sums = torch.zeros(M, 3, dtype=torch.float64, device=device)
         self.rates = torch.zeros(M, device=device)
         self.decays = torch.tensor([c.weight_decay for c in self.configs], device=device)
-        usable = nvrtc.serves(device) and fused.fits(self.stack.shape)
+        small = 2 * self.configs[0].batch_size <= fused.MOST_WINDOWS
+        usable = nvrtc.serves(device) and small and fused.fits(self.stack.shape)
         with self._here():
             self.fused = fused.Fused(self.stack, self.noise) if usable else None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
@@ -175,6 +182,8 @@ class Pack:
         self._graphs.clear()
         if self._pool is not None:
             self._pool = torch.cuda.graph_pool_handle()
+        if self.drawn:
+            self.train.forget()  # every epoch fills it anew, at another place
 
     # ----------------------------------------------------------------------------------------------------------- steps
 
@@ -247,7 +256,7 @@ class Pack:
         assert self.fused is not None
         launch = self.fused.kernels.launch
         launch(
-            "take", (count, M), THREADS, bank.values, bank.positions, bank.levels, windows.series, bank.starts, order,
+            "take", (count, M), THREADS, bank.values, bank.positions, bank.levels, bank.series, bank.starts, order,
             of, self.done, values, positions, levels, targets, len(bank), stride, n * f, n, int(bank.moving),
             windows.lookback, windows.horizon,
         )  # fmt: skip
@@ -330,6 +339,8 @@ def training_bytes(shape: Shape, batch: int) -> int:
     kept = shape.layers * (8 * d + shape.feed + shape.heads)
     passing = 6 * d + 2 * shape.feed + (shape.layers - 1) * 3 * d
     basis = shape.tokens if shape.spline else 0
+    if not fused.fits(shape):  # plain torch keeps the attention weights and more of everything
+        kept += shape.layers * (5 * shape.heads * shape.tokens + 10 * d + 2 * shape.feed)
     parameters = shape.tokens * d * (shape.horizon + 1) + shape.layers * d * (4 * d + 2 * shape.feed)
     return 4 * (rows * (kept + passing + basis + d) + 7 * parameters)
 

@@ -138,11 +138,12 @@ def train_population(
         raise ValueError("`trials` must hold at least one trial; got none.")
     if any(trial.train.deterministic for trial in trials):
         raise ValueError("`deterministic` must be False in a population, which has no slow steps; train it alone.")
-    device = train_windows.series.device
-    members, groups = _gather(trials, train_windows, device)
+    members, groups = _gather(trials, train_windows, val_windows)
     rungs = sorted({r for t in trials for r in halving.rungs(t.train.max_epochs)}) if halving is not None else []
     progress = Progress(len(trials))
     banks = _Banks(members, train_windows, val_windows)
+    if memory is None:
+        memory = int(0.7 * free_memory(train_windows.series.device)) - banks.size()
     packs = [_Run(part, banks, deviation) for group in groups for part in _split(group, members, train_windows, memory)]
     del members, groups
 
@@ -166,8 +167,9 @@ def train_population(
         packs = [run for run in packs if run.members]
 
 
-def _gather(trials: Sequence[Trial], windows: Windows, device: torch.device) -> tuple[list[_Member], list[list[int]]]:
+def _gather(trials: Sequence[Trial], windows: Windows, val_windows: Windows) -> tuple[list[_Member], list[list[int]]]:
     """Build the networks, and say which may be trained together."""
+    device = windows.series.device
     members: list[_Member] = []
     groups: dict[object, list[int]] = {}
     for index, trial in enumerate(trials):
@@ -179,16 +181,15 @@ def _gather(trials: Sequence[Trial], windows: Windows, device: torch.device) -> 
         shape = describe(network)
         assert shape is not None
         members.append(_Member(index, trial, network, shape))
-        alike = replace(shape, feed=0), trial.train.batch_size, _drawn(trial, windows), trial.tokenizer.adaptive
+        windows_read = _drawn(trial, windows), len(val_windows.some(trial.train.epoch_windows))
+        alike = replace(shape, feed=0), trial.train.batch_size, trial.tokenizer.adaptive, windows_read
         groups.setdefault(alike, []).append(index)
     return members, list(groups.values())
 
 
-def _split(group: list[int], members: list[_Member], windows: Windows, memory: int | None) -> Iterator[list[_Member]]:
+def _split(group: list[int], members: list[_Member], windows: Windows, memory: int) -> Iterator[list[_Member]]:
     """Packs that fit. Those with feed-forward parts of a width come together, so that little is padded."""
     some = sorted((members[i] for i in group), key=lambda m: m.shape.feed)
-    if memory is None:
-        memory = int(0.7 * free_memory(windows.series.device))
     while some:
         trial = some[-1].trial
         each = training_bytes(some[-1].shape, trial.train.batch_size)
@@ -201,27 +202,40 @@ def _split(group: list[int], members: list[_Member], windows: Windows, memory: i
         some = some[count:]
 
 
+_Kind = tuple[int, int, bool, bool, tuple[int | None, int]]
+"""Tokens, features, whether knots are needed, whether tokens move; windows drawn an epoch, and validated on."""
+
+
 class _Banks:
     """Tokens made once for all packs: a bank for each kind, with every source of it that any trial reads."""
 
     def __init__(self, members: Sequence[_Member], train_windows: Windows, val_windows: Windows) -> None:
         self.windows = train_windows, val_windows
-        self._sources: dict[object, dict[object, Source]] = {}
-        self._kept: dict[object, tuple[Bank | None, Bank]] = {}
+        self._sources: dict[_Kind, dict[object, Source]] = {}
+        self._kept: dict[_Kind, tuple[Bank | None, Bank]] = {}
         for member in members:
             assert member.network is not None
             source = member.trial.tokenizer, member.network
             self._sources.setdefault(self._kind(member), {}).setdefault(self._key(member), source)
 
-    def _kind(self, member: _Member) -> object:
-        shape = member.shape
-        drawn = _drawn(member.trial, self.windows[0])
-        return shape.tokens, shape.features, shape.spline, member.trial.tokenizer.adaptive, drawn
+    def _kind(self, member: _Member) -> _Kind:
+        shape, trial, (train_windows, val_windows) = member.shape, member.trial, self.windows
+        windows_read = _drawn(trial, train_windows), len(val_windows.some(trial.train.epoch_windows))
+        return shape.tokens, shape.features, shape.spline, trial.tokenizer.adaptive, windows_read
 
     @staticmethod
     def _key(member: _Member) -> object:
         tokenizer = member.trial.tokenizer
         return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), member.trial.network.norm
+
+    def size(self) -> int:
+        """Bytes that all banks will take, but for windows that are drawn anew."""
+        train_windows, total = self.windows[0], 0
+        for kind, sources in self._sources.items():
+            drawn, validate = kind[-1]
+            count = validate + (0 if drawn else len(train_windows))
+            total += sum(Bank.size(count, source, train_windows.lookback) for source in sources.values())
+        return total
 
     def of(self, members: Sequence[_Member]) -> tuple[Bank, Bank, list[int], list[int]]:
         """Train bank, validation bank, and each member's source in either."""
