@@ -23,6 +23,12 @@ app = typer.Typer(
 )
 
 
+data_app = typer.Typer(name="data", help="Named datasets: what there is, and getting them.", no_args_is_help=True)
+lab_app = typer.Typer(name="lab", help="The paper's experiments, beside what it prints.", no_args_is_help=True)
+app.add_typer(data_app)
+app.add_typer(lab_app)
+
+
 @app.callback(invoke_without_command=True)
 def options(
     version: Annotated[bool, typer.Option("--version", help="Show the version and leave.")] = False,
@@ -319,6 +325,62 @@ def cache(
     for path, size in files:
         print(f"{size / 1e6:10,.1f} MB  {path.name}")
     print(f"{len(files)} files, {sum(size for _, size in files) / 1e6:,.1f} MB, in {tokens.folder}")
+
+
+@data_app.command("list")
+def list_datasets(
+    name: Annotated[str | None, typer.Argument(help="All about this one.", show_default="a table of all")] = None,
+    json_: Json = False,
+) -> None:
+    """Show the named datasets, or all about one of them."""
+    from .data.catalog import CATALOG, describe, find_dataset, format_catalog, whereabouts
+
+    found = list(CATALOG.values()) if name is None else [find_dataset(name)]
+    if json_:
+        print_json({"datasets": [{**d.to_dict(), "at_hand": whereabouts(d) or None} for d in found]})
+        return
+    print(format_catalog() if name is None else describe(found[0]))
+
+
+@data_app.command("get")
+def get_datasets(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="See `bsat data list`.", show_default=False)],
+    json_: Json = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress bar.")] = False,
+) -> None:
+    """Download datasets, check and prepare them; a broken download is gone on with."""
+    from .data.catalog import find_dataset, load, whereabouts
+
+    done = []
+    for dataset in [find_dataset(name) for name in names]:
+        table = load(dataset.name, verbose=not (quiet or json_))
+        where = whereabouts(dataset)
+        done.append({"name": dataset.name, "rows": len(table), "at_hand": where})
+        if not json_:
+            place = "inside the package" if where == "shipped" else where
+            print(f"{dataset.name}: {len(table):,} samples, one every {dataset.cadence}, in {dataset.unit}; {place}")
+    if json_:
+        print_json({"datasets": done})
+
+
+@lab_app.command("stats")
+def lab_stats(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="[NAME]...", help="Datasets.", show_default="those at hand")
+    ] = None,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print Markdown tables.")] = False,
+    json_: Json = False,
+) -> None:
+    """Measure the paper's table of datasets: how hard each series is for splines."""
+    from .lab.stats import dataset_table, format_statistics
+
+    if markdown and json_:
+        raise ValueError("--markdown and --json cannot both be given. Leave out one of them.")
+    table = dataset_table(names or ())
+    if json_:
+        print_json(table)
+        return
+    print(format_statistics(table, markdown=markdown))
 
 
 def to_clip_factor(text: str) -> float | str:
