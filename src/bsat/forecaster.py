@@ -504,9 +504,10 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         device = next(network.parameters()).device
         parts = []
         for start in range(0, len(windows), PREDICT_BATCH):
-            past = torch.from_numpy(windows[start : start + PREDICT_BATCH]).to(device)
+            # Tokens come from the CPU whatever the device, since a GPU's differ from them in the last digits.
+            past = torch.from_numpy(windows[start : start + PREDICT_BATCH])
             tokens = tokenize(self.tokenizer_, past, gaps=self.gaps == "fit")
-            parts.append(run(network, make_inputs(network, tokens, past)).cpu().numpy())
+            parts.append(run(network, make_inputs(network, tokens, past).to(device)).cpu().numpy())
         out = np.concatenate(parts)
         if not np.isfinite(out).all():
             raise FloatingPointError("the network's forecast is not finite. Its weights are damaged: train it again.")

@@ -25,6 +25,12 @@ class Inputs:
     knots: Tensor | None
     window: tuple[Tensor, Tensor] | None
 
+    def to(self, device: torch.device) -> Inputs:
+        """The same on another device."""
+        knots = None if self.knots is None else self.knots.to(device)
+        window = None if self.window is None else (self.window[0].to(device), self.window[1].to(device))
+        return Inputs(self.values.to(device), self.positions.to(device), knots, window)
+
 
 def tokenize(tokenizer: Tokenizer, past: Tensor, *, gaps: bool) -> Tokens:
     """Tokens of windows (B, L); with `gaps`, samples that are NaN are missing."""
