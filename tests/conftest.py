@@ -1,7 +1,12 @@
-"""Signals that the tests share: windows like those of real series, and windows made to hurt."""
+"""What the tests share: signals like those of real series, signals made to hurt, and the command line."""
+
+import sys
 
 import numpy as np
+import pytest
 import torch
+
+from bsat.cli import main
 
 # Networks this small gain nothing from a second thread, and on a busy machine every operation would wait for it.
 torch.set_num_threads(1)
@@ -28,3 +33,18 @@ def make_signals(length: int = L, count: int = 3, seed: int = 7) -> dict[str, np
 
 
 SIGNALS = make_signals()
+
+
+@pytest.fixture
+def bsat(monkeypatch, capsys, tmp_path):
+    """Run `bsat WORDS...` in an empty folder; returns exit code, stdout, stderr."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*words):
+        monkeypatch.setattr(sys, "argv", ["bsat", *map(str, words)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        out, err = capsys.readouterr()
+        return stop.value.code, out, err
+
+    return run

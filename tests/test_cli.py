@@ -19,21 +19,6 @@ from conftest import make_signals
 
 
 @pytest.fixture
-def bsat(monkeypatch, capsys, tmp_path):
-    """Run `bsat WORDS...` in an empty folder; returns exit code, stdout, stderr."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["bsat", *map(str, words)])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return run
-
-
-@pytest.fixture
 def series(tmp_path):
     y = make_signals(1500, 1)["transformer"][0]
     table = pd.DataFrame({"date": pd.date_range("2026-01-01", periods=1500, freq="h"), "OT": y})

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bsat.cli import main
 from bsat.data import CATALOG, SHIPPED, DownloadError, catalog, find_dataset, load, load_shipped
 from bsat.data.catalog import File, describe, find_source, format_catalog, how_to_get, whereabouts
 
@@ -335,18 +333,6 @@ def test_a_folder_that_is_none_is_told(monkeypatch):
 
 
 # ---- commands --------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def bsat(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["bsat", *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return run
 
 
 def test_data_list(folders, bsat):

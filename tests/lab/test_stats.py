@@ -1,14 +1,12 @@
 """The paper's table of datasets, measured again."""
 
 import json
-import sys
 from dataclasses import replace
 
 import numpy as np
 import pandas as pd
 import pytest
 
-from bsat.cli import main
 from bsat.data import CATALOG, curvature_norm, load_shipped, permutation_entropy, total_variation
 from bsat.data.catalog import File
 from bsat.lab import PAPER, dataset_table, format_statistics, measure
@@ -22,18 +20,6 @@ def folders(tmp_path, monkeypatch):
     table = pd.DataFrame({"date": pd.date_range("2016-07-01", periods=30, freq="h"), "OT": np.arange(30.0) % 4})
     table.to_csv(tmp_path / "ETTh1.csv", index=False, date_format="%Y-%m-%d %H:%M:%S")
     monkeypatch.setitem(CATALOG, "etth1", replace(CATALOG["etth1"], length=30, file=File("ETTh1.csv")))
-
-
-@pytest.fixture
-def bsat(monkeypatch, capsys):
-    def run(*words):
-        monkeypatch.setattr(sys, "argv", ["bsat", *words])
-        with pytest.raises(SystemExit) as stop:
-            main()
-        out, err = capsys.readouterr()
-        return stop.value.code, out, err
-
-    return run
 
 
 @pytest.mark.parametrize("name", ["alabama-pv", "ecl"])

@@ -45,7 +45,7 @@ class Windows:
         self.series, self.starts, self.rows = series, starts, rows
         self.lookback, self.horizon, self.gaps = lookback, horizon, gaps
         self._past = torch.arange(lookback, device=series.device)
-        self._future = torch.arange(lookback, lookback + horizon, device=series.device)
+        self.ahead = torch.arange(lookback, lookback + horizon, device=series.device)
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -56,7 +56,7 @@ class Windows:
 
     def future(self, index: Any) -> Tensor:
         """(B, H)"""
-        return self.series[self.starts[index].unsqueeze(1) + self._future]
+        return self.series[self.starts[index].unsqueeze(1) + self.ahead]
 
     def some(self, most: int | None) -> Windows:
         """At most so many of them, spread evenly."""

@@ -106,7 +106,7 @@ class Bank:
         in their units, NaN where missing. The kernel `take` does the same."""
         of = banks.long().unsqueeze(1)
         levels = self.levels[of, index]
-        future = self.starts[of, index].unsqueeze(2) + self.windows._future
+        future = self.starts[of, index].unsqueeze(2) + self.windows.ahead
         targets = (self.series[future] - levels[..., :1]) / levels[..., 1:]
         positions = self.positions[of, index if self.moving else torch.zeros_like(index)]
         return Batch(self.values[of, index], positions, self._basis(of, index)), levels, targets
