@@ -1,0 +1,177 @@
+"""What an experiment is, before anything is run: a small frozen description with a hash.
+
+The part that all experiments of a store share, so that their scores may stand in one table, is the `Protocol`; its hash
+is printed on every table. An `Experiment` is one cell of such a table: a dataset, a tokenizer, a budget of tokens and
+an encoding under a protocol.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
+
+from ..data.catalog import HORIZON, LOOKBACK, find_dataset
+from ..tokens.door import check_choice, to_whole
+
+FORMAT = 1
+"""Goes into every hash. Raise it whenever the same description would come to mean another experiment."""
+
+MODELS = ("bsat", "uds", "patchtst")
+"""One network serves all; they differ in their tokens."""
+ENCODINGS = ("lpe", "f-rope", "l-rope", "f-rope+lpe", "l-rope+lpe")
+"""As `bsat.model.ENCODINGS`, which would load torch; in the order of the paper's ablation."""
+BUDGETS = (45, 90, 180)
+"""The paper's; others are welcome."""
+SEEDS = (2025, 2026, 2027)
+SHORT = 12
+"""Characters of the hash that are printed: 48 bits."""
+
+
+def hash_of(description: dict[str, Any]) -> str:
+    """sha256 of the canonical JSON: keys sorted, no spaces, ASCII. It depends neither on the order of the keys nor on
+    the process, and a tuple is a list."""
+    text = json.dumps(
+        {"format": FORMAT, **description}, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False
+    )
+    return hashlib.sha256(text.encode("ascii")).hexdigest()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Protocol:
+    """How experiments are searched, trained and selected. The defaults are the paper's ("Reproducibility").
+
+    Args:
+        horizon: steps to forecast (DESIGN: horizon).
+        lookback: samples of a window.
+        space: name of the search space.
+        trials: for each seed.
+        seeds: of the searches and the trainings.
+        max_epochs: of a training.
+        grace: epochs before the first rung of successive halving; None halves nothing.
+        reduction: at a rung, the best one in so many goes on.
+        selection: so many of a seed's runs, the best by validation RMSE, are scored on the test fold.
+    """
+
+    horizon: int = HORIZON
+    lookback: int = LOOKBACK
+    space: str = "paper"
+    trials: int = 200
+    seeds: tuple[int, ...] = SEEDS
+    max_epochs: int = 100
+    grace: int | None = 20
+    reduction: int = 3
+    selection: int = 5
+
+    def __post_init__(self) -> None:
+        least = {"horizon": 1, "lookback": 2, "trials": 1, "max_epochs": 1, "reduction": 2, "selection": 1}
+        for name, smallest in least.items():
+            object.__setattr__(self, name, to_whole(getattr(self, name), name, smallest))
+        if self.grace is None:
+            object.__setattr__(self, "reduction", type(self).reduction)  # nothing is halved: one hash, whatever it says
+        else:
+            object.__setattr__(self, "grace", to_whole(self.grace, "grace", 1))
+        if not isinstance(self.space, str) or not self.space.strip():
+            raise ValueError(f"`space` must name a search space; got {self.space!r}. Pass e.g. 'paper'.")
+        if isinstance(self.seeds, (int, str)) or not self.seeds:
+            raise ValueError(f"`seeds` must be a list of at least one seed; got {self.seeds!r}. Pass e.g. {SEEDS}.")
+        seeds = tuple(sorted(to_whole(seed, "seeds", 0) for seed in self.seeds))
+        if len(set(seeds)) < len(seeds):
+            raise ValueError(f"`seeds` must differ from each other; got {self.seeds}. Drop the repeated ones.")
+        object.__setattr__(self, "seeds", seeds)
+
+    @property
+    def hash(self) -> str:
+        """sha256, 64 characters."""
+        return hash_of(self.to_dict())
+
+    @property
+    def short(self) -> str:
+        """The hash as it is printed."""
+        return self.hash[:SHORT]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return {**asdict(self), "seeds": list(self.seeds)}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Protocol:
+        """From JSON; an error that names what is missing or unknown."""
+        known = {f.name for f in fields(cls)}
+        if set(d) != known:
+            raise ValueError(
+                f"a protocol must have exactly the fields {', '.join(sorted(known))}; "
+                f"missing: {', '.join(sorted(known - set(d))) or 'none'}; "
+                f"unknown: {', '.join(sorted(set(d) - known)) or 'none'}."
+            )
+        return cls(**d)
+
+    def differences(self, other: Protocol) -> str:
+        """In words: "trials 4 instead of 200"."""
+        a, b = self.to_dict(), other.to_dict()
+        return ", ".join(f"{name} {a[name]} instead of {b[name]}" for name in a if a[name] != b[name])
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One dataset, tokenizer, budget and encoding under a protocol.
+
+    Args:
+        dataset: a name of the catalog, however it is capitalised.
+        model: "bsat", "uds" or "patchtst".
+        tokens: how many a window becomes.
+        encoding: how tokens know where they are; one of `ENCODINGS`.
+        protocol: what it shares with the others of its table.
+    """
+
+    dataset: str
+    model: str = "bsat"
+    tokens: int = 45
+    encoding: str = "l-rope+lpe"
+    protocol: Protocol = field(default_factory=Protocol)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dataset", find_dataset(self.dataset).name)
+        for name, choices in (("model", MODELS), ("encoding", ENCODINGS)):
+            value = getattr(self, name)
+            object.__setattr__(self, name, value.strip().lower() if isinstance(value, str) else value)
+            check_choice(getattr(self, name), name, choices)
+        object.__setattr__(self, "tokens", to_whole(self.tokens, "tokens", 2))
+        lookback = self.protocol.lookback
+        if self.tokens >= lookback or (self.model == "patchtst" and lookback % self.tokens):
+            rule = f"be fewer than the lookback = {lookback}"
+            if self.model == "patchtst":
+                rule += " and divide it, for PatchTST's patches"
+            budgets = " or ".join(map(str, BUDGETS))
+            raise ValueError(f"`tokens` must {rule}; got {self.tokens}. The paper's budgets are {budgets}.")
+
+    @property
+    def hash(self) -> str:
+        """sha256 of everything, the protocol included."""
+        return hash_of(self.to_dict())
+
+    @property
+    def short(self) -> str:
+        """The hash as it is printed."""
+        return self.hash[:SHORT]
+
+    @property
+    def cell(self) -> dict[str, Any]:
+        """What tells it from the others of its protocol."""
+        return {"dataset": self.dataset, "model": self.model, "tokens": self.tokens, "encoding": self.encoding}
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON; flat."""
+        return {**self.cell, **self.protocol.to_dict()}
+
+    @classmethod
+    def from_dict(cls, d: dict[str, Any]) -> Experiment:
+        """From JSON."""
+        rest = dict(d)
+        own = {name: rest.pop(name) for name in ("dataset", "model", "tokens", "encoding") if name in rest}
+        return cls(**own, protocol=Protocol.from_dict(rest))
+
+    def under(self, **changes: Any) -> Experiment:
+        """The same cell under another protocol."""
+        return replace(self, protocol=replace(self.protocol, **changes))

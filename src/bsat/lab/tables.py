@@ -1,0 +1,627 @@
+"""The paper's tables, made of stored runs and nothing else.
+
+A cell is about the runs that the protocol selects: of every experiment the 5 best of each seed by validation RMSE, 15
+in all, scored on the test fold ("Reproducibility"). A table made twice of one store is the same to the byte.
+
+Intervals and tests take these runs as independent, as the paper does. They are not quite: runs of one seed come from
+one search, so that intervals are rather too narrow and p-values rather too small.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ..atomic import replacing
+from . import paper
+from .protocol import BUDGETS, ENCODINGS, MODELS, Protocol
+from .runs import CELL, METRICS, read, read_protocol, select
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RESAMPLES, CONFIDENCE, SEED = 10_000, 0.95, 2025
+"""Of the intervals. Every cell starts from the same seed, so that each can be recomputed by itself."""
+BENCHMARKED = ("lpe", "l-rope+lpe")
+"""The encodings of the paper's full benchmark."""
+FORMATS = ("md", "tex", "csv")
+EMPTY = "–"
+LABELS = {"bsat": "BSAT", "uds": "UDS", "patchtst": "PatchTST"}
+PAPER_DATASETS = ("etth1", "alabama-pv", "ecl")
+
+Row = tuple[str, str]
+"""A model and an encoding."""
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def _scipy_stats() -> Any:
+    try:
+        from scipy import stats
+    except ImportError as error:
+        raise ImportError("the laboratory's tables need scipy: pip install 'bsat[lab]'") from error
+    return stats
+
+
+def bca_interval(values: Any) -> tuple[float, float]:
+    """95 % BCa interval of the mean, from 10,000 resamples (Full Benchmark): `scipy.stats.bootstrap`'s, seed 2025.
+
+    One value has none, (NaN, NaN). Where BCa is not defined because all values are the same, or differ by rounding
+    alone, it is from the smallest to the largest.
+    """
+    import warnings
+
+    x = np.asarray(values, dtype=np.float64)
+    if len(x) < 2:
+        return math.nan, math.nan
+    low, high = float(x.min()), float(x.max())
+    if low == high:
+        return low, high
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # its DegenerateDataWarning, and the division by zero before it
+        found = (
+            _scipy_stats()
+            .bootstrap(
+                (x,),
+                np.mean,
+                n_resamples=RESAMPLES,
+                confidence_level=CONFIDENCE,
+                method="BCa",
+                rng=np.random.default_rng(SEED),
+            )
+            .confidence_interval
+        )
+    if math.isfinite(found.low) and math.isfinite(found.high):
+        return float(found.low), float(found.high)
+    return low, high
+
+
+def wilcoxon(a: Any, b: Any) -> float:
+    """Two-sided p of the signed-rank test for pairs. Equal pairs are dropped; exact, or normal where differences tie.
+
+    NaN without pairs, 1 if all are equal.
+    """
+    difference = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    if not len(difference):
+        return math.nan
+    difference = difference[difference != 0]
+    if not len(difference):
+        return 1.0
+    tied = len(np.unique(np.abs(difference))) < len(difference)
+    return float(_scipy_stats().wilcoxon(difference, method="asymptotic" if tied else "exact").pvalue)
+
+
+def holm(p: Sequence[float]) -> list[float]:
+    """Holm's correction: the i-th smallest of m is multiplied by m - i + 1, never falls below the one before, and stays
+    at most 1. NaN is no test and does not count."""
+    order = sorted((k for k in range(len(p)) if not math.isnan(p[k])), key=lambda k: p[k])
+    out, least = [math.nan] * len(p), 0.0
+    for i, k in enumerate(order):
+        least = max(least, min(1.0, p[k] * (len(order) - i)))
+        out[k] = least
+    return out
+
+
+def marks(values: Sequence[float]) -> list[str]:
+    """ "best", "second" or nothing; smaller is better, and equals share a mark."""
+    distinct = sorted({v for v in values if not math.isnan(v)})[:2]
+    names = dict(zip(distinct, ("best", "second"), strict=False))
+    return [names.get(v, "") for v in values]
+
+
+def place(ours: float, low: float, high: float) -> str:
+    """Where ours, rounded as printed, lies: "below" the interval (a smaller error), "inside" or "above"."""
+    if math.isnan(ours):
+        return ""
+    rounded = round(ours, 3)
+    return "below" if rounded < round(low, 3) else "above" if rounded > round(high, 3) else "inside"
+
+
+# ---- tables ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is printed, and how."""
+
+    text: str
+    mark: str = ""
+    """ "best" is bold, "second" underlined"""
+
+
+@dataclass(frozen=True)
+class Table:
+    """One table: printed cells for Markdown and LaTeX, and a frame of all numbers, unrounded, for CSV."""
+
+    name: str
+    title: str
+    header: tuple[str, ...]
+    rows: list[list[Cell]]
+    frame: pd.DataFrame
+    notes: list[str] = field(default_factory=list)
+    rules: frozenset[int] = frozenset()
+    """rows before which a line is drawn"""
+    words: int = 1
+    """so many columns on the left are words"""
+
+    def to_markdown(self) -> str:
+        """With the notes below as a list."""
+        wrap = {"best": "**{}**", "second": "<u>{}</u>", "": "{}"}
+        lines = ["| " + " | ".join(wrap[c.mark].format(c.text) for c in row) + " |" for row in self.rows]
+        ruler = "|" + " --- |" * self.words + " ---: |" * (len(self.header) - self.words)
+        head = f"| {' | '.join(self.header)} |"
+        notes = "\n".join(f"- {note}" for note in self.notes)
+        return "\n".join([f"### {self.title}", "", head, ruler, *lines, "", notes]) + "\n"
+
+    def to_latex(self) -> str:
+        """Needs the package booktabs."""
+        wrap = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}
+        lines = []
+        for k, row in enumerate(self.rows):
+            if k in self.rules:
+                lines.append(r"\midrule")
+            lines.append(" & ".join(wrap[c.mark] % _latex(c.text) for c in row) + r" \\")
+        return (
+            "\n".join(
+                [
+                    r"\begin{table*}[htbp]",
+                    r"\centering",
+                    r"\small",
+                    rf"\begin{{tabular}}{{{'l' * self.words}{'c' * (len(self.header) - self.words)}}}",
+                    r"\toprule",
+                    " & ".join(rf"\textbf{{{_latex(h)}}}" if h else "" for h in self.header) + r" \\",
+                    r"\midrule",
+                    *lines,
+                    r"\bottomrule",
+                    r"\end{tabular}",
+                    rf"\caption{{{_latex(self.title)}. {_latex(' '.join(self.notes))}}}",
+                    rf"\label{{tab:bsat_{self.name.replace('-', '_')}}}",
+                    r"\end{table*}",
+                ]
+            )
+            + "\n"
+        )
+
+    def to_csv(self) -> str:
+        """All numbers to the last digit, one line each, with the hash of the protocol."""
+        return str(self.frame.to_csv(index=False, lineterminator="\n"))
+
+
+_ESCAPES = {
+    **{c: "\\" + c for c in "&%$#_{}"},
+    "\\": r"\textbackslash{}",
+    "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}",
+    "±": r"$\pm$",
+    "–": "--",
+    "<": r"$<$",
+}
+
+
+def _latex(text: str) -> str:
+    return "".join(_ESCAPES.get(c, c) for c in text.replace("`", ""))
+
+
+def label(model: str, encoding: str) -> str:
+    """As the paper writes it: "BSAT L-RoPE LPE"."""
+    words = encoding.replace("+", " ").upper().replace("ROPE", "RoPE")
+    return f"{LABELS[model]} {words}"
+
+
+class Scores:
+    """The test scores of the selected runs, by cell."""
+
+    def __init__(self, runs: pd.DataFrame, protocol: Protocol) -> None:
+        self.protocol = protocol
+        chosen = select(runs, protocol.selection)
+        tested = chosen["test_rmse"].notna()
+        self.selected = chosen[tested]
+        self.waiting = chosen[~tested]
+        self._groups = dict(iter(self.selected.groupby(CELL)))
+
+    def values(self, dataset: str, row: Row, tokens: int, metric: str = "rmse") -> np.ndarray:
+        """Of a cell, by seed and rank; empty if there are none."""
+        group = self.group(dataset, row, tokens)
+        return np.empty(0) if group is None else group[f"test_{metric}"].to_numpy(dtype=np.float64)
+
+    def group(self, dataset: str, row: Row, tokens: int) -> pd.DataFrame | None:
+        """The runs of a cell."""
+        return self._groups.get((dataset, row[0], tokens, row[1]))
+
+    def mean(self, dataset: str, row: Row, tokens: int, metric: str = "rmse") -> float:
+        """NaN if there are no runs."""
+        values = self.values(dataset, row, tokens, metric)
+        return float(values.mean()) if len(values) else math.nan
+
+    def deviation(self, dataset: str, row: Row, tokens: int) -> float:
+        """Standard deviation of the RMSE, of a sample: n - 1 in the denominator (see `paper`)."""
+        values = self.values(dataset, row, tokens)
+        return float(values.std(ddof=1)) if len(values) > 1 else math.nan
+
+    def datasets(self) -> list[str]:
+        """The paper's first, in its order."""
+        found = set(self.selected["dataset"])
+        return [d for d in PAPER_DATASETS if d in found] + sorted(found - set(PAPER_DATASETS))
+
+    def rows(self, encodings: Iterable[str] = ENCODINGS, dataset: str | None = None) -> list[Row]:
+        """Models and encodings that there are, in the paper's order."""
+        some = self.selected if dataset is None else self.selected[self.selected["dataset"] == dataset]
+        found = set(zip(some["model"], some["encoding"], strict=True))
+        wanted = set(encodings)
+        return [(m, e) for m in MODELS for e in ENCODINGS if e in wanted and (m, e) in found]
+
+    def budgets(self, dataset: str | None = None) -> list[int]:
+        """That there are."""
+        some = self.selected if dataset is None else self.selected[self.selected["dataset"] == dataset]
+        return sorted({int(t) for t in some["tokens"]})
+
+    def tasks(self) -> list[tuple[str, int]]:
+        """Datasets with their budgets."""
+        return [(dataset, tokens) for dataset in self.datasets() for tokens in self.budgets(dataset)]
+
+    def notes(self, rows: Iterable[Row], tasks: Sequence[tuple[str, int]]) -> list[str]:
+        """The protocol, and which cells fall short of it."""
+        p = self.protocol
+        wanted, short = p.selection * len(p.seeds), []
+        for row in rows:
+            for dataset, tokens in tasks:
+                n = len(self.values(dataset, row, tokens))
+                w = self.waiting
+                at = (w["dataset"] == dataset) & (w["tokens"] == tokens)
+                untested = int((at & (w["model"] == row[0]) & (w["encoding"] == row[1])).sum())
+                if untested or 0 < n < wanted:  # a cell without runs is a dash, which says enough
+                    more = f", {untested} not yet tested" if untested else ""
+                    short.append(f"{label(*row)} {dataset} {tokens} ({n}{more})")
+        halving = "no halving" if p.grace is None else f"halving by {p.reduction} from epoch {p.grace}"
+        notes = [
+            f"Protocol `{p.short}`: horizon {p.horizon}, lookback {p.lookback}, space {p.space}, {p.trials} trials a "
+            f"seed, at most {p.max_epochs} epochs, {halving}; test scores of the {p.selection} best runs by validation "
+            f"RMSE of each seed ({', '.join(map(str, p.seeds))})."
+        ]
+        if short:
+            notes.append(f"Fewer than {wanted} runs: {'; '.join(short)}.")
+        return notes
+
+
+def _frame(records: list[dict[str, Any]], protocol: Protocol) -> pd.DataFrame:
+    import pandas as pd
+
+    return pd.DataFrame(records).assign(protocol=protocol.hash)
+
+
+def _rules(rows: Sequence[Row], each: int = 1) -> frozenset[int]:
+    """Where another model begins."""
+    return frozenset(k * each for k in range(1, len(rows)) if rows[k][0] != rows[k - 1][0])
+
+
+def _printed(form: str, *values: float | None) -> str:
+    return EMPTY if any(v is None or math.isnan(v) for v in values) else form.format(*values)
+
+
+def benchmark_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENCHMARKED) -> Table:
+    """Mean (95 % BCa interval) of four metrics over the budgets, beside the paper's.
+
+    Bold and underlined are the best and the second of a metric over all models and budgets, as in the paper.
+    """
+    rows, budgets = scores.rows(encodings, dataset), scores.budgets(dataset)
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        for metric in METRICS:
+            for tokens in budgets:
+                values = scores.values(dataset, row, tokens, metric)
+                mean, (low, high) = scores.mean(dataset, row, tokens, metric), bca_interval(values)
+                printed = paper.benchmark(dataset, *row, metric, tokens)
+                theirs = printed or paper.Interval(math.nan, math.nan, math.nan)
+                records.append(
+                    {
+                        "dataset": dataset,
+                        "model": row[0],
+                        "encoding": row[1],
+                        "metric": metric,
+                        "tokens": tokens,
+                        "runs": len(values),
+                        "mean": mean,
+                        "low": low,
+                        "high": high,
+                        "paper_mean": theirs.mean,
+                        "paper_low": theirs.low,
+                        "paper_high": theirs.high,
+                        "place": place(mean, theirs.low, theirs.high) if printed else "",
+                    }
+                )
+    for metric in METRICS:
+        of = [r for r in records if r["metric"] == metric]
+        for record, mark in zip(of, marks([r["mean"] for r in of]), strict=True):
+            record["mark"] = mark
+    beside = any(not math.isnan(r["paper_mean"]) for r in records)
+    header = ["model", "metric"]
+    for tokens in budgets:
+        header += [str(tokens), f"paper {tokens}"] if beside else [str(tokens)]
+    cells: list[list[Cell]] = []
+    for k in range(0, len(records), len(budgets) or 1):
+        first = records[k]
+        name = label(first["model"], first["encoding"]) if first["metric"] == METRICS[0] else ""
+        line = [Cell(name), Cell(first["metric"].upper())]
+        for r in records[k : k + len(budgets)]:
+            line.append(Cell(_interval(r["mean"], r["low"], r["high"]), r["mark"]))
+            if beside:
+                where = f" {r['place']}" if r["place"] else ""
+                line.append(Cell(_interval(r["paper_mean"], r["paper_low"], r["paper_high"]) + where))
+        cells.append(line)
+    notes = scores.notes(rows, [(dataset, tokens) for tokens in budgets])
+    notes.append(
+        f"Mean (95 % BCa interval, {RESAMPLES:,} resamples). Best bold, second underlined, per metric over all models "
+        "and budgets."
+    )
+    if beside:
+        notes.append("Paper: what it prints, and whether our mean lies inside, below or above its interval.")
+    return Table(
+        f"benchmark-{dataset}",
+        f"Full benchmark on {dataset}",
+        tuple(header),
+        cells,
+        _frame(records, scores.protocol),
+        notes,
+        _rules(rows, len(METRICS)),
+        words=2,
+    )
+
+
+def _interval(mean: float, low: float, high: float) -> str:
+    if math.isnan(mean):
+        return EMPTY
+    return f"{mean:.3f} ({low:.3f}/{high:.3f})" if not math.isnan(low) else f"{mean:.3f} ({EMPTY})"
+
+
+def ablation_table(scores: Scores, dataset: str) -> Table:
+    """RMSE, mean ± standard deviation, over encodings and tokenizers; best and second of each budget."""
+    rows, budgets = scores.rows(dataset=dataset), scores.budgets(dataset)
+    records: list[dict[str, Any]] = []
+    for tokens in budgets:
+        some: list[dict[str, Any]] = []
+        for row in rows:
+            mean, deviation = scores.mean(dataset, row, tokens), scores.deviation(dataset, row, tokens)
+            printed = paper.ablation(dataset, *row, tokens)
+            theirs = printed or paper.Spread(math.nan, math.nan)
+            some.append(
+                {
+                    "dataset": dataset,
+                    "model": row[0],
+                    "encoding": row[1],
+                    "tokens": tokens,
+                    "runs": len(scores.values(dataset, row, tokens)),
+                    "mean": mean,
+                    "deviation": deviation,
+                    "paper_mean": theirs.mean,
+                    "paper_deviation": theirs.deviation,
+                    "place": place(mean, theirs.mean - theirs.deviation, theirs.mean + theirs.deviation)
+                    if printed
+                    else "",
+                }
+            )
+        for record, mark in zip(some, marks([r["mean"] for r in some]), strict=True):
+            record["mark"] = mark
+        records += some
+    beside = any(not math.isnan(r["paper_mean"]) for r in records)
+    header = ["model"]
+    for tokens in budgets:
+        header += [str(tokens), f"paper {tokens}"] if beside else [str(tokens)]
+    cells = []
+    for k, row in enumerate(rows):
+        line = [Cell(label(*row))]
+        for r in records[k :: len(rows)]:
+            line.append(Cell(_spread(r["mean"], r["deviation"]), r["mark"]))
+            if beside:
+                where = f" {r['place']}" if r["place"] else ""
+                line.append(Cell(_spread(r["paper_mean"], r["paper_deviation"]) + where))
+        cells.append(line)
+    notes = scores.notes(rows, [(dataset, tokens) for tokens in budgets])
+    notes.append("RMSE, mean ± standard deviation (n - 1). Best bold, second underlined, per budget.")
+    if beside:
+        notes.append("Paper: what it prints, and whether our mean lies inside, below or above its mean ± deviation.")
+    title = f"Ablation on {dataset}"
+    frame = _frame(records, scores.protocol)
+    return Table(f"ablation-{dataset}", title, tuple(header), cells, frame, notes, _rules(rows))
+
+
+def _spread(mean: float, deviation: float) -> str:
+    if math.isnan(mean):
+        return EMPTY
+    return f"{mean:.3f}±{deviation:.3f}" if not math.isnan(deviation) else f"{mean:.3f}±{EMPTY}"
+
+
+def variation_table(scores: Scores) -> Table:
+    """Coefficient of variation of the RMSE, standard deviation / mean, of all tasks.
+
+    An average is over all tasks of the table; a model that lacks one has none.
+    """
+    rows, tasks = scores.rows(), scores.tasks()
+    whole = set(tasks) == {(d, t) for d in PAPER_DATASETS for t in BUDGETS}
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        found, shared = [], {"model": row[0], "encoding": row[1]}
+        for dataset, tokens in tasks:
+            cv = scores.deviation(dataset, row, tokens) / scores.mean(dataset, row, tokens)
+            found.append(cv)
+            theirs = paper.variation(*row, dataset, tokens)
+            runs = len(scores.values(dataset, row, tokens))
+            records.append({**shared, "dataset": dataset, "tokens": tokens, "runs": runs, "cv": cv, "paper_cv": theirs})
+        average = sum(found) / len(found)
+        theirs = paper.average_variation(*row) if whole else None
+        records.append(
+            {**shared, "dataset": "average", "tokens": None, "runs": None, "cv": average, "paper_cv": theirs}
+        )
+    averages = [r for r in records if r["dataset"] == "average"]
+    for record in records:
+        record["mark"] = ""
+    for record, mark in zip(averages, marks([r["cv"] for r in averages]), strict=True):
+        record["mark"] = mark
+    cells = []
+    for k, row in enumerate(rows):
+        line = [Cell(label(*row))]
+        for r in records[k * (len(tasks) + 1) : (k + 1) * (len(tasks) + 1)]:
+            beside = "" if r["paper_cv"] is None else f" ({100 * r['paper_cv']:.1f}%)"
+            ours = _printed("{:.1f}%", None if r["cv"] is None else 100 * r["cv"])
+            line.append(Cell(ours + beside, r["mark"]))
+        cells.append(line)
+    header = ("model", *(f"{dataset} {tokens}" for dataset, tokens in tasks), "average")
+    frame = _frame(records, scores.protocol)
+    if len(frame):
+        frame = frame.astype({"tokens": "Int64", "runs": "Int64", "paper_cv": "float64"})
+    notes = [
+        *scores.notes(rows, tasks),
+        "Standard deviation (n - 1) / mean of the RMSE; lower is more stable. In brackets what the paper prints.",
+    ]
+    return Table("variation", "Coefficient of variation", header, cells, frame, notes, _rules(rows))
+
+
+def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table:
+    """Average rank by mean RMSE over the tasks (dataset and budget) that all models have; equals share a rank.
+
+    The paper chooses by it but does not print it; its column is computed from its benchmark, over the same tasks.
+    """
+    rows = scores.rows(encodings)
+    tasks = [t for t in scores.tasks() if all(not math.isnan(scores.mean(t[0], row, t[1])) for row in rows)]
+    ours = _average_ranks(rows, tasks, lambda row, dataset, tokens: scores.mean(dataset, row, tokens))
+
+    def printed(row: Row, dataset: str, tokens: int) -> float:
+        found = paper.benchmark(dataset, *row, "rmse", tokens)
+        return math.nan if found is None else found.mean
+
+    theirs = _average_ranks(rows, tasks, printed)
+    records = [
+        {"model": m, "encoding": e, "tasks": len(tasks), "rank": a, "paper_rank": b, "mark": mark}
+        for (m, e), a, b, mark in zip(rows, ours, theirs, marks(ours), strict=True)
+    ]
+    cells = [
+        [Cell(label(*row)), Cell(_printed("{:.2f}", a), mark), Cell(_printed("{:.2f}", b))]
+        for row, a, b, mark in zip(rows, ours, theirs, marks(ours), strict=True)
+    ]
+    which = ", ".join(f"{dataset} {tokens}" for dataset, tokens in tasks) or "none"
+    notes = [
+        *scores.notes(rows, tasks),
+        f"Rank by mean RMSE among these {len(rows)}, averaged over the tasks that all have: {which}.",
+        "Paper: computed from its benchmark; it does not print ranks.",
+    ]
+    header = ("model", "average rank", "paper")
+    return Table("ranks", "Average rank", header, cells, _frame(records, scores.protocol), notes, _rules(rows))
+
+
+def _average_ranks(
+    rows: Sequence[Row], tasks: Sequence[tuple[str, int]], mean: Callable[[Row, str, int], float]
+) -> list[float]:
+    """NaN for all if a mean is missing, or if there are no tasks."""
+    totals = [0.0] * len(rows)
+    for dataset, tokens in tasks:
+        means = [mean(row, dataset, tokens) for row in rows]
+        if any(math.isnan(m) for m in means):
+            return [math.nan] * len(rows)
+        for k, m in enumerate(means):
+            totals[k] += 1 + sum(other < m for other in means) + (means.count(m) - 1) / 2
+    return [total / len(tasks) if tasks else math.nan for total in totals]
+
+
+def wilcoxon_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENCHMARKED) -> Table:
+    """Paired tests between all models of a dataset, at each budget; the paper has none.
+
+    A pair are the runs of the same seed and the same rank by validation RMSE. Holm's correction is over the table.
+    """
+    import pandas as pd
+
+    rows, budgets = scores.rows(encodings, dataset), scores.budgets(dataset)
+    records: list[dict[str, Any]] = []
+    for tokens in budgets:
+        for a, b in combinations(rows, 2):
+            left, right = scores.group(dataset, a, tokens), scores.group(dataset, b, tokens)
+            if left is None or right is None:
+                continue
+            pairs = pd.merge(left, right, on=["seed", "rank"], suffixes=("_a", "_b"))
+            x, y = pairs["test_rmse_a"].to_numpy(float), pairs["test_rmse_b"].to_numpy(float)
+            records.append(
+                {
+                    "dataset": dataset,
+                    "tokens": tokens,
+                    "model_a": a[0],
+                    "encoding_a": a[1],
+                    "model_b": b[0],
+                    "encoding_b": b[1],
+                    "pairs": len(pairs),
+                    "difference": float(np.median(x - y)) if len(pairs) else math.nan,
+                    "p": wilcoxon(x, y),
+                }
+            )
+    for record, corrected in zip(records, holm([r["p"] for r in records]), strict=True):
+        record["p_holm"] = corrected
+    cells, rules = [], set()
+    for k, r in enumerate(records):
+        if k and r["tokens"] != records[k - 1]["tokens"]:
+            rules.add(k)
+        first, second = label(r["model_a"], r["encoding_a"]), label(r["model_b"], r["encoding_b"])
+        better = (first if r["difference"] < 0 else second) if r["p_holm"] < 0.05 and r["difference"] else EMPTY
+        numbers = [str(r["pairs"]), _printed("{:+.3f}", r["difference"]), _p(r["p"]), _p(r["p_holm"]), better]
+        cells.append([Cell(text) for text in (first, second, str(r["tokens"]), *numbers)])
+    header = ("A", "B", "tokens", "pairs", "median A - B", "p", "p (Holm)", "better at 5 %")
+    notes = [
+        *scores.notes(rows, [(dataset, tokens) for tokens in budgets]),
+        "Wilcoxon's signed-rank test on the RMSE, two-sided; pairs are runs of the same seed and rank by validation "
+        f"RMSE. Holm's correction over the {sum(not math.isnan(r['p']) for r in records)} tests of this table.",
+    ]
+    frame, title = _frame(records, scores.protocol), f"Paired tests on {dataset}"
+    return Table(f"wilcoxon-{dataset}", title, header, cells, frame, notes, frozenset(rules), words=2)
+
+
+def _p(p: float) -> str:
+    return EMPTY if math.isnan(p) else "<0.0001" if p < 1e-4 else f"{p:.4f}"
+
+
+def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
+    """All that the runs are enough for."""
+    scores = Scores(runs, protocol)
+    if not len(scores.selected):
+        waiting = len(scores.waiting)
+        raise ValueError(
+            f"tables need runs with test scores; got {len(runs)} runs, {waiting} of them selected, none tested. "
+            "`bsat lab run` scores what it selects when its search has ended."
+        )
+    tables = []
+    for dataset in scores.datasets():
+        rows = scores.rows(BENCHMARKED, dataset)
+        if rows:
+            tables.append(benchmark_table(scores, dataset))
+        if len({encoding for _, encoding in scores.rows(dataset=dataset)}) > 1:
+            tables.append(ablation_table(scores, dataset))
+        if len(rows) > 1:
+            tables.append(wilcoxon_table(scores, dataset))
+    tables.append(variation_table(scores))
+    if len(scores.rows(BENCHMARKED)) > 1:
+        tables.append(rank_table(scores))
+    return tables
+
+
+def write_tables(
+    store: os.PathLike[str] | str, out: os.PathLike[str] | str, formats: Sequence[str] = FORMATS
+) -> list[Path]:
+    """Make the tables of a store and write each as NAME.md, NAME.tex and NAME.csv; returns the paths."""
+    wrong = [f for f in formats if f not in FORMATS]
+    if wrong or not formats:
+        raise ValueError(f"`formats` must be some of {', '.join(FORMATS)}; got {list(formats)}.")
+    tables = make_tables(read(store, curves=False), read_protocol(store))
+    out = Path(out)
+    out.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for table in tables:
+        texts = {"md": table.to_markdown, "tex": table.to_latex, "csv": table.to_csv}
+        for form in formats:
+            path = out / f"{table.name}.{form}"
+            with replacing(path) as temporary:
+                temporary.write_text(texts[form](), encoding="utf-8", newline="\n")
+            paths.append(path)
+    return paths

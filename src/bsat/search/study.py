@@ -1,0 +1,552 @@
+"""A search that outlives its process: Optuna's study in an SQLite file, trials trained by an engine.
+
+The study is the truth. What a trial came to is written before the trial is told as finished, so a process may be killed
+at any moment: the next one tells what was written, marks what was still in training as failed, with the reason, and
+queues those points again. `optuna-dashboard sqlite:///FILE` shows it all, also while it runs.
+
+The sampler is seeded for every trial by the study's seed and the trial's place in the order, not once for a process.
+A resumed search would otherwise draw its first random points again.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..atomic import replacing
+from ..model import NetworkConfig
+from ..tokens import Tokenizer
+from ..tokens.door import to_whole
+from ..train import Epoch, History, TrainConfig
+from ..train.population import Halving, Trained, Trial
+from .engines import Data, Engine, Failed, Local, value_of
+from .space import Point, Space
+
+# Attributes of a trial in the study.
+RESULT, REASON, REPEATS, POINT, ENGINE = "result", "reason", "repeats", "point", "engine"
+INTERRUPTED = "interrupted"
+HOPELESS = 10
+"""If so many trials have finished and all failed, the search gives up: it is not the points that are wrong."""
+
+
+def import_optuna() -> Any:
+    """Optuna, or how to get it."""
+    try:
+        import optuna
+    except ImportError as error:
+        raise ImportError(f"a search needs Optuna ({error}). Install it with: pip install 'bsat[search]'") from error
+    return optuna
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Optuna's tree-structured Parzen estimator as the paper sets it (appendix, "Search Strategy")."""
+
+    startup: int = 40
+    """random points at first, until so many have finished"""
+    candidates: int = 500
+    """points compared by their expected improvement"""
+    constant_liar: bool = True
+    multivariate: bool = True
+    group: bool = True
+
+    def make(self, seed: int, place: int) -> Any:
+        """The sampler for the point of this place in the order."""
+        optuna = import_optuna()
+        (state,) = np.random.SeedSequence([seed, place]).generate_state(1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            return optuna.samplers.TPESampler(
+                n_startup_trials=self.startup,
+                n_ei_candidates=self.candidates,
+                constant_liar=self.constant_liar,
+                multivariate=self.multivariate,
+                group=self.group,
+                seed=int(state),
+            )
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A trial that was in training when its process ended."""
+
+    number: int
+    point: Point
+    """empty if it was not even drawn"""
+    epochs: int
+    """that had been reported, and are lost"""
+
+    def __str__(self) -> str:
+        if not self.point:
+            return f"trial {self.number} had no point yet"
+        return f"trial {self.number} lost {self.epochs} reported epochs; its point is queued again"
+
+
+@dataclass(frozen=True)
+class Record:
+    """A trial of a study."""
+
+    number: int
+    state: str
+    """"complete", "pruned", "failed", "interrupted", "running" or "waiting\""""
+    point: Point
+    value: float | None
+    """the least validation RMSE of the scaled series"""
+    rmse: float | None
+    """in the data's unit"""
+    seconds: float | None
+    history: History | None
+    reason: str
+    """why it failed"""
+    repeats: int | None
+    """the interrupted trial whose point it takes up"""
+    engine: str | None
+
+    @property
+    def finished(self) -> bool:
+        """Whether it counts: it will not be run again."""
+        return self.state in ("complete", "pruned", "failed")
+
+
+@dataclass(frozen=True)
+class SearchProgress:
+    """How far a search has come."""
+
+    trials: int
+    done: int
+    """finished in whatever way, the pruned and the failed included"""
+    running: int
+    pruned: int
+    failed: int
+    best: float | None
+    """the least validation RMSE, in the data's unit"""
+    best_number: int | None
+    seconds: float
+    """since this process began"""
+    left: float | None
+    """seconds, at the pace of this process; None before its first trial has finished"""
+    epoch: int = 0
+    """of what trains now"""
+
+
+@dataclass
+class Outcome:
+    """What a search found."""
+
+    name: str
+    records: list[Record]
+    """all, in the order in which they were asked for"""
+    interrupted: list[Interrupted] = field(default_factory=list)
+    """what an earlier process had lost in flight, when this one began"""
+
+    @property
+    def finished(self) -> list[Record]:
+        """Those that count."""
+        return [record for record in self.records if record.finished]
+
+    def best(self, count: int = 1) -> list[Record]:
+        """The best of the trials that were trained to their own end, as Optuna counts; not of the halved ones."""
+        scored = [r for r in self.records if r.state == "complete" and r.value is not None]
+        return sorted(scored, key=lambda r: (r.value, r.number))[:count]
+
+
+Keep = Callable[[int, Trained], None]
+"""Called with a trial's number and its network before the study hears of it. If the process ends in between, the same
+point comes again under another number; so what is kept counts only if the study says that its trial has finished."""
+
+
+def run_search(
+    data: Data,
+    tokenizer: Tokenizer,
+    *,
+    storage: os.PathLike[str] | str,
+    name: str,
+    trials: int = 200,
+    space: Space | None = None,
+    network: NetworkConfig | None = None,
+    train: TrainConfig | None = None,
+    engine: Engine | None = None,
+    sampler: Sampler | None = None,
+    seed: int = 2025,
+    report: Callable[[SearchProgress], None] | None = None,
+    lost: Callable[[list[Interrupted]], None] | None = None,
+    keep: Keep | None = None,
+) -> Outcome:
+    """Search until so many trials have finished; go on with a search that is already there.
+
+    Args:
+        data: the folds to train and to compare on.
+        tokenizer: fitted; its degree is searched if the space has one.
+        storage: the SQLite file; it may hold many studies.
+        name: of the study: the experiment's hash, since a study must not go on under another description.
+        trials: that finish, over all processes that worked on it. Failed ones count, interrupted ones do not.
+        space: by default the paper's for this tokenizer.
+        network, train: what is the same for all trials.
+        engine: by default `Local`.
+        sampler: by default the paper's.
+        seed: of the points; that of the networks is in `train`.
+        report: called whenever something has changed.
+        lost: called at the beginning if an earlier process was interrupted, with what it lost.
+        keep: see `Keep`.
+    """
+    trials = to_whole(trials, "trials", 1)
+    seed = to_whole(seed, "seed", 0)
+    space, engine, sampler = space or Space.for_tokenizer(tokenizer), engine or Local(), sampler or Sampler()
+    space.to_trial(
+        space.draw(seed), tokenizer, network, train
+    )  # what cannot be built says so before anything is written
+    path = Path(storage)
+    with _alone(path, name):
+        book = _Book(path, name, space, sampler, seed, engine.halving)
+        interrupted = book.recover("its process ended")
+        if interrupted and lost is not None:
+            lost(interrupted)
+        clock = _Clock(book, trials, report)
+        try:
+            desk = _Desk(book, clock, engine.name, lambda point: space.to_trial(point, tokenizer, network, train))
+            with closing(engine.run(data, desk)) as results:
+                for result in results:
+                    if isinstance(result, Trained) and keep is not None and result.history.best_epoch >= 0:
+                        keep(result.index, result)
+                    book.finish(result.index, _result(result))
+                    desk.forget(result.index)
+                    clock.count(book.record(result.index))
+                    clock.tell()
+                    _check_hope(clock, book)
+        except BaseException as error:
+            book.recover(f"{type(error).__name__} ended the search")
+            raise
+        finally:
+            book.close()
+        return Outcome(name, book.records(), interrupted)
+
+
+def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
+    """The trials of a study, whoever is working on it."""
+    optuna = import_optuna()
+    path = Path(storage)
+    if not path.is_file():
+        raise FileNotFoundError(f"{path} must be the file of a search; there is none.")
+    backend = _open(path)
+    try:
+        study = optuna.load_study(study_name=name, storage=backend)
+        return [_to_record(frozen) for frozen in study.get_trials(deepcopy=False)]
+    except KeyError:
+        known = ", ".join(optuna.get_all_study_names(backend)) or "none"
+        raise ValueError(f"`name` must be a study of {path}; got {name!r}. It holds: {known}.") from None
+    finally:
+        _close(backend)
+
+
+# --------------------------------------------------------------------------------------------------------- the study
+
+
+class _Book:
+    """The study, and what this process writes into it."""
+
+    def __init__(
+        self, path: Path, name: str, space: Space, sampler: Sampler, seed: int, halving: Halving | None
+    ) -> None:
+        self.optuna = optuna = import_optuna()
+        self.path, self.name, self.space, self.sampler, self.seed = path, name, space, sampler, seed
+        about = {"space": space.to_dict(), "sampler": asdict(sampler), "seed": seed}
+        pruner = (
+            optuna.pruners.NopPruner()
+            if halving is None
+            else optuna.pruners.SuccessiveHalvingPruner(
+                min_resource=halving.grace, reduction_factor=halving.reduction, min_early_stopping_rate=0
+            )
+        )
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:  # Optuna makes its tables in many steps
+                _close(_open(temporary))
+        self.backend = _open(path)
+        verbosity = optuna.logging.get_verbosity()
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        try:
+            self.study = optuna.create_study(
+                study_name=name, storage=self.backend, direction="minimize", pruner=pruner, load_if_exists=True
+            )
+        finally:
+            optuna.logging.set_verbosity(verbosity)
+        self._check(about)
+        self._id = self.backend.get_study_id_from_name(name)
+        self.placed = 0
+        """points that were drawn, repetitions not counted"""
+
+    def _check(self, about: dict[str, Any]) -> None:
+        known = self.study.user_attrs
+        for key, value in about.items():
+            if key not in known:
+                self.study.set_user_attr(key, value)
+            elif _plain(known[key]) != _plain(value):
+                raise ValueError(
+                    f"study {self.name!r} in {self.path} must go on as it began, with {key} = {known[key]!r}; "
+                    f"got {value!r}. Give the search another name, or the description it began with."
+                )
+
+    def close(self) -> None:
+        """Let go of the file. Records can still be read."""
+        self._last = [_to_record(frozen) for frozen in self.study.get_trials(deepcopy=False)]
+        _close(self.backend)
+
+    def records(self) -> list[Record]:
+        """After `close`."""
+        return self._last
+
+    def record(self, number: int) -> Record:
+        """One trial."""
+        return _to_record(self.backend.get_trial(self._trial_id(number)))
+
+    def _trial_id(self, number: int) -> int:
+        return int(self.backend.get_trial_id_from_study_id_trial_number(self._id, number))
+
+    def _note(self, number: int, key: str, value: Any) -> None:
+        self.backend.set_trial_user_attr(self._trial_id(number), key, value)
+
+    # ---- asking
+
+    def ask(self, count: int, engine: str) -> list[tuple[Any, Point]]:
+        """Points for so many trials: first those that wait, then new ones."""
+        asked = []
+        for _ in range(count):
+            self.study.sampler = self.sampler.make(self.seed, self.placed)
+            trial = self.study.ask()
+            point = self.space.suggest(trial)
+            trial.set_user_attr(ENGINE, engine)
+            if REPEATS not in trial.user_attrs:
+                self.placed += 1
+            asked.append((trial, point))
+        return asked
+
+    # ---- telling
+
+    def finish(self, number: int, result: dict[str, Any]) -> None:
+        """A trial has come to its end. Once the first line is done, it will not be run again."""
+        self._note(number, RESULT, result)
+        self._tell(number, result)
+
+    def _tell(self, number: int, result: dict[str, Any]) -> None:
+        state = self.optuna.trial.TrialState
+        if result["reason"]:
+            self._note(number, REASON, result["reason"])
+            self.study.tell(number, state=state.FAIL)
+        elif result["stopped"] == "halved":
+            # A pruned trial's value is the last that was reported.
+            step = len(result["history"]["epochs"])
+            self.backend.set_trial_intermediate_value(self._trial_id(number), step, result["value"])
+            self.study.tell(number, state=state.PRUNED)
+        else:
+            self.study.tell(number, result["value"])
+
+    # ---- after an interruption
+
+    def recover(self, why: str) -> list[Interrupted]:
+        """Set right what a process left behind, whose end may have come between any two lines, of these too."""
+        state = self.optuna.trial.TrialState
+        every = self.study.get_trials(deepcopy=False)
+        taken_up = {t.user_attrs[REPEATS] for t in every if REPEATS in t.user_attrs}
+        lost = []
+        for trial in every:
+            if trial.state != state.RUNNING:
+                continue
+            if RESULT in trial.user_attrs:
+                self._tell(trial.number, trial.user_attrs[RESULT])
+                continue
+            point = trial.user_attrs.get(POINT) or dict(trial.params)
+            whole = set(point) == set(self.space.ranges)
+            if whole and trial.number not in taken_up:
+                self.study.enqueue_trial(point, user_attrs={REPEATS: trial.number, POINT: point})
+            item = Interrupted(trial.number, point if whole else {}, len(trial.intermediate_values))
+            self._note(trial.number, REASON, f"{INTERRUPTED}: {why}; {item}")
+            self.study.tell(trial.number, state=state.FAIL)
+            lost.append(item)
+        # A point that was not wholly drawn is drawn again, the same if it is a random one.
+        self.placed = sum(
+            REPEATS not in t.user_attrs and set(t.params) == set(self.space.ranges)
+            for t in self.study.get_trials(deepcopy=False)
+        )
+        return lost
+
+
+def _result(result: Trained | Failed) -> dict[str, Any]:
+    """What is written of a trial's end."""
+    if isinstance(result, Failed):
+        return {"reason": result.reason, "stopped": "failed", "value": None, "rmse": None, "seconds": None}
+    history, reason = result.history, ""
+    if history.best_epoch < 0:
+        reason = f"diverged in its first epoch, at learning_rate = {result.trial.train.learning_rate:g}"
+    return {
+        "reason": reason,
+        "stopped": history.stopped,
+        "value": None if reason else value_of(result),
+        "rmse": None if reason else result.rmse,
+        "seconds": result.seconds,
+        "memory": result.memory,
+        "pack": result.pack,
+        "history": history.to_dict(),
+    }
+
+
+def _to_record(frozen: Any) -> Record:
+    attrs = frozen.user_attrs
+    result = attrs.get(RESULT, {})
+    state = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}.get(frozen.state.name)
+    reason = attrs.get(REASON, "")
+    if state is None:
+        state = frozen.state.name.lower()
+    elif state == "failed" and RESULT not in attrs:
+        state = "interrupted"
+    return Record(
+        number=frozen.number,
+        state=state,
+        point=dict(attrs.get(POINT) or frozen.params),
+        value=result.get("value"),
+        rmse=result.get("rmse"),
+        seconds=result.get("seconds"),
+        history=History.from_dict(result["history"]) if result.get("history") else None,
+        reason=reason,
+        repeats=attrs.get(REPEATS),
+        engine=attrs.get(ENGINE),
+    )
+
+
+def _plain(value: Any) -> Any:
+    """As it is after a way through JSON."""
+    if isinstance(value, dict):
+        return {k: _plain(v) for k, v in value.items()}
+    return [_plain(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
+def _open(path: Path) -> Any:
+    text = str(path.resolve())
+    if "?" in text:
+        raise ValueError(
+            f"`storage` must not have a question mark in its path; got {text}. SQLite's addresses end there."
+        )
+    text = text.replace("{", "{{").replace("}", "}}")  # Optuna fills in templates
+    return import_optuna().storages.RDBStorage(
+        f"sqlite:///{text}", engine_kwargs={"connect_args": {"timeout": 60}}
+    )  # others may be reading
+
+
+def _close(backend: Any) -> None:
+    backend.remove_session()
+    backend.engine.dispose()
+
+
+@contextmanager
+def _alone(path: Path, name: str) -> Iterator[None]:
+    """One process at a time works on a study, so whatever is running when another begins has lost its process."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (path.parent / f".{path.name}.{name}.lock").open("ab") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RuntimeError(f"study {name!r} in {path} is being searched by another process. Wait for it.") from None
+        except OSError as error:
+            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                raise
+        yield
+
+
+# ---------------------------------------------------------------------------------------------------------- progress
+
+
+class _Clock:
+    """Counts, for the progress."""
+
+    def __init__(self, book: _Book, trials: int, report: Callable[[SearchProgress], None] | None) -> None:
+        self.trials, self.report, self.began = trials, report, time.perf_counter()
+        self.done = self.pruned = self.failed = self.running = self.here = self.epoch = 0
+        self.best: Record | None = None
+        for frozen in book.study.get_trials(deepcopy=False):
+            record = _to_record(frozen)
+            if record.finished:
+                self.count(record)
+        self.here = 0
+
+    def count(self, record: Record) -> None:
+        """One more has finished."""
+        self.done += 1
+        self.here += 1
+        self.running = max(0, self.running - 1)
+        self.pruned += record.state == "pruned"
+        self.failed += record.state == "failed"
+        least = math.inf if self.best is None or self.best.value is None else self.best.value
+        if record.state == "complete" and record.value is not None and record.value < least:
+            self.best = record
+
+    def tell(self) -> None:
+        """Show it."""
+        if self.report is None:
+            return
+        seconds = time.perf_counter() - self.began
+        left = seconds / self.here * max(0, self.trials - self.done) if self.here else None
+        best = None if self.best is None else self.best.rmse
+        number = None if self.best is None else self.best.number
+        self.report(
+            SearchProgress(
+                self.trials, self.done, self.running, self.pruned, self.failed, best, number, seconds, left, self.epoch
+            )
+        )
+
+
+class _Desk:
+    """See `engines.Desk`."""
+
+    def __init__(self, book: _Book, clock: _Clock, engine: str, build: Callable[[Point], Trial]) -> None:
+        self.book, self.clock, self.engine, self.build = book, clock, engine, build
+        self._asked: dict[int, Any] = {}
+
+    @property
+    def done(self) -> int:
+        return self.clock.done
+
+    def draw(self, count: int) -> list[tuple[int, Trial]]:
+        clock = self.clock
+        asked = self.book.ask(min(count, clock.trials - clock.done - len(self._asked)), self.engine)
+        self._asked |= {trial.number: trial for trial, _ in asked}
+        clock.running, clock.epoch = len(self._asked), 0
+        if asked:
+            clock.tell()
+        return [(trial.number, self.build(point)) for trial, point in asked]
+
+    def epoch(self, number: int, last: Epoch, best: float) -> bool:
+        trial = self._asked[number]
+        trial.report(best, last.epoch + 1)
+        return bool(trial.should_prune())
+
+    def alive(self, epoch: int) -> None:
+        self.clock.epoch = epoch
+        self.clock.tell()
+
+    def forget(self, number: int) -> None:
+        """It has finished."""
+        del self._asked[number]
+
+
+def _check_hope(clock: _Clock, book: _Book) -> None:
+    if clock.failed >= HOPELESS and clock.failed == clock.done:
+        reasons = [r.reason for r in map(_to_record, book.study.get_trials(deepcopy=False)) if r.state == "failed"]
+        raise RuntimeError(
+            f"all of the first {clock.done} trials failed, the last with: {reasons[-1]}. They are kept; mend the cause "
+            f"and search under another name."
+        )

@@ -1,0 +1,128 @@
+"""What an experiment is, and its hash."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from bsat.lab import protocol
+from bsat.lab.protocol import ENCODINGS, MODELS, Experiment, Protocol
+
+
+def test_the_defaults_are_the_papers():
+    assert Protocol().to_dict() == {
+        "horizon": 192,
+        "lookback": 720,
+        "space": "paper",
+        "trials": 200,
+        "seeds": [2025, 2026, 2027],
+        "max_epochs": 100,
+        "grace": 20,
+        "reduction": 3,
+        "selection": 5,
+    }
+
+
+def test_the_hash_is_that_of_canonical_json():
+    e = Experiment("ETTh1", "uds", 90, "lpe", Protocol(trials=4))
+    text = json.dumps({"format": 1, **e.to_dict()}, sort_keys=True, separators=(",", ":"))
+    assert e.hash == hashlib.sha256(text.encode()).hexdigest()
+    assert e.short == e.hash[:12]
+
+
+def test_hashes_do_not_change():
+    """Stores of users carry them. If this fails, FORMAT must be raised."""
+    assert protocol.FORMAT == 1
+    assert Protocol().short == "e0683b8ced79"
+    assert Experiment("etth1").short == "7dcb5c77538c"
+
+
+def test_the_hash_is_the_same_in_another_process():
+    code = "from bsat.lab import Experiment; print(Experiment('etth1').hash)"
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert got == Experiment("etth1").hash
+
+
+def test_every_field_counts():
+    base = Experiment("etth1")
+    others = [
+        Experiment("ecl"),
+        Experiment("etth1", "uds"),
+        Experiment("etth1", tokens=90),
+        Experiment("etth1", encoding="lpe"),
+        *(
+            base.under(**{name: value})
+            for name, value in {
+                "horizon": 96,
+                "lookback": 360,
+                "space": "small",
+                "trials": 4,
+                "seeds": (2025,),
+                "max_epochs": 3,
+                "grace": None,
+                "reduction": 4,
+                "selection": 1,
+            }.items()
+        ),
+    ]
+    assert len({e.hash for e in [base, *others]}) == len(others) + 1
+    assert {e.protocol.hash == base.protocol.hash for e in others[:4]} == {True}
+
+
+def test_spelling_and_order_do_not_count():
+    assert Experiment("ETTh1 ", "BSAT", 45, "L-RoPE+LPE") == Experiment("etth1")
+    assert Protocol(seeds=[2027, 2025, 2026]).hash == Protocol().hash
+    assert Protocol(grace=None, reduction=4).hash == Protocol(grace=None).hash
+
+
+def test_there_and_back():
+    e = Experiment("ecl", "patchtst", 180, "f-rope", Protocol(seeds=(1,), grace=None))
+    assert Experiment.from_dict(json.loads(json.dumps(e.to_dict()))) == e
+    with pytest.raises(ValueError, match="missing: trials; unknown: trails"):
+        Protocol.from_dict({"trails" if k == "trials" else k: v for k, v in Protocol().to_dict().items()})
+
+
+def test_differences_in_words():
+    assert Protocol(trials=4).differences(Protocol()) == "trials 4 instead of 200"
+
+
+def test_encodings_are_the_models():
+    from bsat.model import ENCODINGS as OF_THE_MODEL
+
+    assert set(ENCODINGS) == set(OF_THE_MODEL)
+    assert MODELS == ("bsat", "uds", "patchtst")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ({"dataset": "etth2"}, r"one of etth1, .*got 'etth2'\. Did you mean etth1"),
+        ({"model": "informer"}, "`model` must be one of 'bsat', 'uds', 'patchtst'; got 'informer'"),
+        ({"encoding": "alibi"}, "`encoding` must be one of 'lpe'.*got 'alibi'"),
+        ({"tokens": 720}, "`tokens` must be fewer than the lookback = 720; got 720"),
+        ({"tokens": 1}, "`tokens` must be at least 2; got 1"),
+        ({"model": "patchtst", "tokens": 50}, "divide it, for PatchTST's patches; got 50.*45 or 90 or 180"),
+    ],
+)
+def test_experiments_that_cannot_be(words, message):
+    with pytest.raises(ValueError, match=message):
+        Experiment(**{"dataset": "etth1", **words})
+
+
+@pytest.mark.parametrize(
+    ("words", "error", "message"),
+    [
+        ({"trials": 0}, ValueError, "`trials` must be at least 1; got 0"),
+        ({"trials": 2.0}, TypeError, "`trials` must be a whole number"),
+        ({"seeds": ()}, ValueError, "`seeds` must be a list of at least one"),
+        ({"seeds": 2025}, ValueError, "`seeds` must be a list of at least one"),
+        ({"seeds": (1, 1)}, ValueError, "`seeds` must differ"),
+        ({"space": ""}, ValueError, "`space` must name"),
+        ({"reduction": 1}, ValueError, "`reduction` must be at least 2"),
+    ],
+)
+def test_protocols_that_cannot_be(words, error, message):
+    with pytest.raises(error, match=message):
+        Protocol(**words)

@@ -1,0 +1,375 @@
+"""A search finds something, and nothing that happens to its process makes it lose, repeat or hide a trial."""
+
+import json
+import math
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from unittest.mock import Mock
+
+import pytest
+
+optuna = pytest.importorskip("optuna")
+
+from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed  # noqa: E402
+
+import bsat  # noqa: E402
+from bsat.search import Failed, Local, Population, Real, Sampler, Space, read_records  # noqa: E402
+from bsat.search.engines import train_alone  # noqa: E402
+from bsat.train.population import Trial, train_population  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
+KILLS = int(os.environ.get("BSAT_KILLS", "6"))
+
+
+@pytest.fixture(scope="module")
+def data():
+    return make_data()
+
+
+def load(folder, name="tiny"):
+    return optuna.load_study(study_name=name, storage=f"sqlite:///{folder / 'study.db'}")
+
+
+def key(point):
+    return json.dumps(point, sort_keys=True)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_search_finds_better_points_than_its_first(tmp_path, data, engine):
+    seen = []
+    outcome = search(tmp_path, engine=engine, data=data, trials=12, report=seen.append)
+    assert len(outcome.finished) == len(outcome.records) == 12
+    first, best = outcome.records[0], outcome.best()[0]
+    assert best.value < first.value
+    study = load(tmp_path)
+    assert (best.number, best.value) == (study.best_trial.number, study.best_value)
+    assert {r.state for r in outcome.records} >= {"complete", "pruned"}
+    assert len({key(r.point) for r in outcome.records}) == 12
+    for r in outcome.records:
+        SPACE.check(r.point)
+        assert r.engine == engine
+        assert r.value == min(e.val_scaled_rmse for e in r.history.epochs)
+        assert study.trials[r.number].value == r.value  # of pruned ones, too
+        assert (r.state == "pruned") == (r.history.stopped == "halved")
+        if r.state == "pruned":
+            assert len(r.history.epochs) in HALVING.rungs(TRAIN.max_epochs)
+    last = seen[-1]
+    assert (last.trials, last.done, last.running, last.failed) == (12, 12, 0, 0)
+    assert last.pruned == sum(r.state == "pruned" for r in outcome.records)
+    assert last.best == best.rmse
+    assert last.best_number == best.number
+    assert last.left == 0
+    assert seen[0].left is None
+    assert [p.done for p in seen] == sorted(p.done for p in seen)
+
+
+def test_both_engines_train_the_same_networks(data):
+    trial = SPACE.to_trial(SPACE.draw(3), bsat.BSplineTokenizer(8), train=TRAIN)
+    alone = train_alone(0, trial, data, Mock(epoch=lambda *_: False))
+    (packed,) = train_population([trial], data.train, data.val, deviation=data.deviation)
+    assert alone.rmse == pytest.approx(packed.rmse, rel=1e-4)
+    assert len(alone.history.epochs) == len(packed.history.epochs)
+    assert set(packed.state) <= set(alone.state)
+
+
+def test_the_random_phase_depends_on_the_seed_alone(tmp_path, data):
+    def points(engine, **choices):
+        outcome = search(tmp_path, engine=engine, data=data, trials=4, name=f"{engine}{choices}", **choices)
+        return [r.point for r in outcome.records]
+
+    assert points("local") == points("population")
+    assert points("local", seed=2) == points("population", seed=2) != points("local")
+
+
+def test_a_repeated_search_is_the_same_search(tmp_path, data):
+    first, second = (search(tmp_path, data=data, name=n, trials=7) for n in ("one", "two"))
+    assert [(r.point, r.value) for r in first.records] == [(r.point, r.value) for r in second.records]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_search_that_goes_on_is_the_search_that_never_stopped(tmp_path, data, engine):
+    whole = search(tmp_path, engine=engine, data=data, name="whole", trials=7)
+    for trials in (4, 7, 7):
+        parts = search(tmp_path, engine=engine, data=data, name="parts", trials=trials)
+    assert [(r.point, r.value) for r in parts.records] == [(r.point, r.value) for r in whole.records]
+    assert parts.interrupted == []
+
+
+@pytest.mark.parametrize("engine", [*ENGINES, "few"])
+def test_a_search_that_is_killed_loses_and_repeats_nothing(tmp_path, engine):
+    """kill -9 at random moments, each followed by a resume."""
+    trials = 10 + KILLS
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "optuna", "bsat.search", "bsat.train.population"])
+    rng, notes, known, kills = random.Random(engine), tmp_path / "notes.jsonl", {}, 0
+    while True:
+        process = context.Process(target=search_to_be_killed, args=(tmp_path, engine, trials))
+        moment = "begin" if kills % 4 == 0 else "working"  # while the study is opened, or while trials train
+        before = notes.read_text().count(moment) if notes.exists() else 0
+        process.start()
+        while process.is_alive() and (not notes.exists() or notes.read_text().count(moment) == before):
+            time.sleep(0.005)
+        process.join(rng.uniform(0, 4 if engine == "few" else 0.6) if kills < KILLS else 120)
+        if process.is_alive():
+            assert kills < KILLS, "the search hangs"
+            os.kill(process.pid, signal.SIGKILL)
+            kills += 1
+        process.join()
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        if (tmp_path / "study.db").exists():
+            try:
+                records = read_records(tmp_path / "study.db", "tiny")
+            except ValueError:
+                continue  # killed before there was a study
+            finished = {r.number: (r.point, r.value, r.state) for r in records if r.finished}
+            assert known.items() <= finished.items()  # nothing that had finished is lost or changed
+            known = finished
+    assert kills >= KILLS / 2
+
+    records = read_records(tmp_path / "study.db", "tiny")
+    finished = [r for r in records if r.finished]
+    assert len(finished) == trials
+    assert {r.state for r in records} <= {"complete", "pruned", "failed", "interrupted"}
+    assert len({key(r.point) for r in finished}) == trials  # none twice
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    kept = [line["number"] for line in lines if "number" in line]
+    assert len(kept) == len(set(kept))
+    assert {r.number for r in finished} <= set(kept)
+    interrupted = [r for r in records if r.state == "interrupted"]
+    assert sorted(n for line in lines for n in line.get("lost", [])) == [r.number for r in interrupted]
+    assert interrupted
+    for r in interrupted:
+        assert "interrupted: its process ended" in r.reason
+        if set(r.point) == set(SPACE.ranges):
+            assert sum(other.repeats == r.number for other in records) == 1
+            assert sum(key(f.point) == key(r.point) for f in finished) == 1  # its point came to its end
+    study = load(tmp_path)
+    best = min((r for r in finished if r.state == "complete"), key=lambda r: r.value)
+    assert (study.best_trial.number, study.best_value) == (best.number, best.value)
+    # The random points are those of a search that nobody disturbed.
+    undisturbed = search(tmp_path, engine=engine, name="quiet", trials=4)
+    assert {key(r.point) for r in undisturbed.records} <= {key(r.point) for r in finished}
+
+
+def test_what_was_lost_in_flight_is_told(tmp_path, data):
+    def stop(progress):
+        if progress.done == 2 and progress.epoch == 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, data=data, trials=4, report=stop)
+    records = read_records(tmp_path / "study.db", "tiny")
+    assert [r.state for r in records][2:] == ["interrupted", "waiting"]
+    assert "KeyboardInterrupt" in records[2].reason
+    assert records[3].repeats == 2
+    outcome = search(tmp_path, data=data, trials=4)
+    assert outcome.interrupted == []  # it was set right at once
+    assert outcome.records[3].point == records[2].point
+    assert [r.state == "interrupted" for r in outcome.records] == [False, False, True, False, False]
+
+
+@pytest.mark.parametrize("left", ["nothing", "half a point", "a point", "a result", "a queued point"])
+def test_recovery_from_every_half_written_state(tmp_path, data, left):
+    """What a process that was killed between two lines leaves behind."""
+    whole = search(tmp_path, data=data, name="whole", trials=3)
+    search(tmp_path, data=data, trials=1)
+    study = load(tmp_path)
+    study.sampler = SAMPLER.make(1, 1)
+    trial = study.ask()
+    if left == "half a point":
+        trial.suggest_int("n_layers", 1, 1)
+    elif left != "nothing":
+        point = SPACE.suggest(trial)
+    if left == "a result":
+        done = load(tmp_path, "whole").trials[1].user_attrs["result"]
+        trial.set_user_attr("result", done)
+    if left == "a queued point":
+        study.enqueue_trial(point, user_attrs={"repeats": trial.number, "point": point})
+    seen = []
+    outcome = search(tmp_path, data=data, trials=3, lost=seen.extend)
+    assert [r.point for r in outcome.finished] == [r.point for r in whole.records]
+    assert [r.value for r in outcome.finished] == [r.value for r in whole.records]
+    if left == "a result":
+        assert seen == outcome.interrupted == []
+    else:
+        assert seen == outcome.interrupted
+        assert [item.number for item in seen] == [1]
+        assert bool(seen[0].point) == (left in ("a point", "a queued point"))
+        assert "trial 1" in str(seen[0])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_trial_that_diverges_is_recorded_and_the_search_goes_on(tmp_path, data, engine):
+    wild = replace(SPACE, learning_rate=Real(1e-4, 1e38, log=True))
+    outcome = search(tmp_path, engine=engine, data=data, space=wild, trials=8, seed=5)
+    failed = [r for r in outcome.records if r.state == "failed"]
+    assert 0 < len(failed) < 8
+    assert len(outcome.finished) == 8
+    for r in failed:
+        assert r.reason.startswith("diverged in its first epoch, at learning_rate = ")
+        assert r.value is None
+        assert load(tmp_path).trials[r.number].user_attrs["reason"] == r.reason
+    assert math.isfinite(outcome.best()[0].value)
+
+
+class Broken:
+    """Trials of degree 2 break whoever trains them."""
+
+    def __init__(self, degree=2):
+        self.degree = degree
+
+    def __call__(self, trial):
+        if trial.tokenizer.degree == self.degree:
+            raise MemoryError("no memory for\n degree 2")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_trial_that_breaks_does_not_take_others_along(tmp_path, data, engine, monkeypatch):
+    from bsat.search import engines
+
+    broken = Broken()
+    alone, together = engines.train_alone, engines.train_population
+
+    def train_alone(index, trial, *rest):
+        broken(trial)
+        return alone(index, trial, *rest)
+
+    def population(trials, *rest, **choices):
+        for trial in trials:
+            broken(trial)
+        yield from together(trials, *rest, **choices)
+
+    monkeypatch.setattr(engines, "train_alone", train_alone)
+    monkeypatch.setattr(engines, "train_population", population)
+    outcome = search(tmp_path, engine=engine, data=data, trials=8)
+    assert len(outcome.finished) == 8
+    assert 0 < sum(r.state == "failed" for r in outcome.records) < 8
+    for r in outcome.records:
+        assert (r.state == "failed") == (r.point["degree"] == 2)
+        assert r.reason == ("MemoryError: no memory for degree 2" if r.state == "failed" else "")
+
+
+def test_a_few_at_a_time(tmp_path, data):
+    """Two processes share the work, and one that is killed takes only its own trial along."""
+    killed = []
+
+    def kill_one(progress):
+        if progress.done == 4 and not killed:
+            child = multiprocessing.active_children()[0]
+            os.kill(child.pid, signal.SIGKILL)
+            killed.append(child.pid)
+
+    before = set(multiprocessing.active_children())
+    outcome = search(tmp_path, engine=Local(at_once=2, halving=HALVING), data=data, trials=10, report=kill_one)
+    assert len(outcome.finished) == len({key(r.point) for r in outcome.finished}) == 10
+    failed = [r for r in outcome.finished if r.state == "failed"]
+    assert len(failed) <= 1
+    assert all(r.reason == "its process ended with exit code -9" for r in failed)
+    assert "pruned" in {r.state for r in outcome.finished}
+    assert set(multiprocessing.active_children()) <= before
+    one = search(tmp_path, data=data, trials=4, name="one")
+    # The random points are those of one after another; of the same points come the same networks.
+    alike = {key(r.point): r.history.epochs[0].val_rmse for r in outcome.finished if r.history}
+    shared = [r for r in one.records if key(r.point) in alike]
+    assert len(shared) >= 3
+    assert all(alike[key(r.point)] == r.history.epochs[0].val_rmse for r in shared)
+
+
+def test_a_search_in_which_all_fails_gives_up(tmp_path, data):
+    class Never(Local):
+        def run(self, data, desk):
+            while drawn := desk.draw(1):
+                yield Failed(drawn[0][0], "no disk")
+
+    with pytest.raises(RuntimeError, match=r"first 10 trials failed.*no disk"):
+        search(tmp_path, engine=Never(), data=data, trials=50)
+    assert len(read_records(tmp_path / "study.db", "tiny")) == 10
+
+
+def test_a_study_goes_on_only_as_it_began(tmp_path, data):
+    search(tmp_path, data=data, trials=1)
+    with pytest.raises(ValueError, match=r"must go on as it began, with seed = 1; got 2.*another name"):
+        search(tmp_path, data=data, trials=1, seed=2)
+    with pytest.raises(ValueError, match="with space = "):
+        search(tmp_path, data=data, trials=1, space=replace(SPACE, dropout=Real(0, 0.3)))
+    with pytest.raises(ValueError, match="with sampler = "):
+        search(tmp_path, data=data, trials=1, sampler=Sampler(startup=5))
+
+
+def test_one_process_at_a_time(tmp_path, data):
+    def again(progress):
+        with pytest.raises(RuntimeError, match="by another process"):
+            search(tmp_path, data=data)
+        again.called = True
+
+    search(tmp_path, data=data, trials=1, report=again)
+    assert again.called
+
+
+def test_many_studies_in_one_file(tmp_path, data):
+    for name in ("a", "b"):
+        search(tmp_path, data=data, trials=1, name=name)
+    assert len(read_records(tmp_path / "study.db", "a")) == 1
+    with pytest.raises(ValueError, match=r"must be a study of .*It holds: a, b\."):
+        read_records(tmp_path / "study.db", "c")
+    with pytest.raises(FileNotFoundError, match="must be the file of a search"):
+        read_records(tmp_path / "nothing.db", "a")
+
+
+def test_odd_paths(tmp_path, data):
+    folder = tmp_path / "a {b} 100% ü"
+    assert len(search(folder, data=data, trials=1).records) == 1
+    assert (folder / "study.db").is_file()
+    with pytest.raises(ValueError, match="question mark"):
+        search(tmp_path / "what?", data=data, trials=1)
+
+
+def test_batches():
+    population = Population()
+    assert [population.batch(n) for n in (0, 10, 40, 100)] == [40, 30, 32, 32]
+    with pytest.raises(ValueError, match="at_once"):
+        Local(at_once=0)
+    with pytest.raises(ValueError, match="generation"):
+        Population(generation=0)
+
+
+def test_the_sampler_is_the_papers():
+    sampler = Sampler().make(1, 0)
+    assert (sampler._n_startup_trials, sampler._n_ei_candidates) == (40, 500)
+    assert sampler._constant_liar
+    assert sampler._multivariate
+    assert sampler._group
+
+
+def test_a_point_that_cannot_be_built_is_refused_before_anything_is_written(tmp_path, data):
+    with pytest.raises(ValueError, match="multiple of n_heads"):
+        search(tmp_path, data=data, space=replace(SPACE, n_heads=type(SPACE.n_heads)((3,))))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_without_optuna_everything_imports_and_a_search_says_what_it_needs(tmp_path):
+    code = """
+import sys
+sys.modules["optuna"] = None
+import bsat, bsat.search
+assert len(bsat.search.Space().draw(1)) == 10
+try:
+    bsat.search.Sampler().make(1, 0)
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "pip install 'bsat[search]'" in done.stdout
+
+
+def test_a_default_trial_of_the_papers_space():
+    trial = Space().to_trial(Space().draw(1), bsat.BSplineTokenizer())
+    assert isinstance(trial, Trial)

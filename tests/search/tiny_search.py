@@ -1,0 +1,79 @@
+"""A search that takes seconds: a space of tiny networks on a short series."""
+
+import json
+import os
+import time
+
+from tiny_training import SMALL, make_case
+
+import bsat
+from bsat.model import NetworkConfig
+from bsat.search import Categorical, Data, Local, Population, Real, Sampler, Space, Whole, run_search
+from bsat.train import TrainConfig
+from bsat.train.population import Halving
+
+SPACE = Space(
+    n_layers=Whole(1, 1),
+    d_model=Categorical((8,)),
+    n_heads=Categorical((2,)),
+    ff_factor=Categorical((1, 2)),
+    dropout=Real(0.0, 0.2),
+    ff_dropout=Real(0.0, 0.2),
+    attention_dropout=Real(0.0, 0.2),
+    learning_rate=Real(1e-5, 3e-2, log=True),
+    weight_decay=Real(1e-6, 1e-2, log=True),
+    degree=Whole(1, 3),
+)
+SAMPLER = Sampler(startup=4, candidates=20)
+HALVING = Halving(grace=2, reduction=2)
+TRAIN = TrainConfig(batch_size=64, max_epochs=5, patience=2, grace=2)
+ENGINES = {
+    "local": Local(halving=HALVING),
+    "population": Population(startup=4, generation=3, halving=HALVING),
+}
+FEW = Local(at_once=2, halving=HALVING)
+
+
+def make_data():
+    case = make_case(rows=1)
+    return Data(case.windows[0], case.windows[1], case.mean, case.deviation)
+
+
+def search(folder, *, engine="local", name="tiny", data=None, **choices):
+    given = {
+        "storage": folder / "study.db",
+        "name": name,
+        "trials": 8,
+        "space": SPACE,
+        "network": NetworkConfig(**SMALL),
+        "train": TRAIN,
+        "engine": {**ENGINES, "few": FEW}[engine] if isinstance(engine, str) else engine,
+        "sampler": SAMPLER,
+        "seed": 1,
+    }
+    return run_search(data or make_data(), bsat.BSplineTokenizer(8), **{**given, **choices})
+
+
+def search_to_be_killed(folder, engine, trials):
+    """In a process of its own. Notes when it begins, every network that it keeps, and what an earlier one had lost."""
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["BSAT_THREADS"] = "1"
+    note = (folder / "notes.jsonl").open("a", buffering=1)
+    print(json.dumps({"begin": time.time()}), file=note)
+
+    def keep(number, trained):
+        print(json.dumps({"number": number, "point": SPACE.to_point(trained.trial)}), file=note)
+
+    def lost(items):
+        print(json.dumps({"lost": [item.number for item in items]}), file=note)
+
+    def working(progress):
+        nonlocal quiet
+        if quiet and progress.running:
+            quiet = False
+            print(json.dumps({"working": time.time()}), file=note)
+
+    quiet = True
+    search(folder, engine=engine, trials=trials, keep=keep, lost=lost, report=working)
