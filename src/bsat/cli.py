@@ -142,6 +142,12 @@ Level = Annotated[list[float] | None, typer.Option(help="Interval in percent; ma
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object, and nothing else.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No plan and no progress bar.")]
 TableOut = Annotated[Path | None, typer.Option(help="Write the table (.parquet or .csv).", show_default=False)]
+Store = Annotated[Path, typer.Argument(help="A folder that `bsat lab run` made.", show_default=False)]
+EngineName = Annotated[
+    str, typer.Option("--engine", help='"optuna", "population" (packs of trials on one GPU) or "ray".')
+]
+AtOnce = Annotated[int | None, typer.Option(help="Trials at a time (optuna, ray).", show_default="1, with ray 5")]
+Address = Annotated[str | None, typer.Option(help="Of a Ray cluster.", show_default="this machine")]
 Plot = Annotated[Path | None, typer.Option(help="Draw it (.png, .svg or .pdf).", show_default=False)]
 
 
@@ -383,6 +389,117 @@ def lab_stats(
     print(format_statistics(table, markdown=markdown))
 
 
+@lab_app.command("run")
+def lab_run(
+    names: Annotated[list[str], typer.Argument(metavar="DATASET...", help="Datasets.", show_default=False)],
+    store: Annotated[Path, typer.Option(help="The folder of the runs; what is there is not run again.")] = Path(
+        "bsat-runs"
+    ),
+    models: Annotated[str, typer.Option(help="Some of bsat, bsat-safe, bsat-spline, uds, patchtst.")] = (
+        "bsat,uds,patchtst"
+    ),
+    encodings: Annotated[
+        str, typer.Option(help="Some of lpe, f-rope, l-rope, f-rope+lpe, l-rope+lpe; or all.")
+    ] = "l-rope+lpe",
+    tokens: Annotated[str, typer.Option(help="Budgets.")] = "45",
+    trials: Annotated[int, typer.Option(help="Of each search; the paper has 200.")] = 200,
+    seeds: Annotated[str, typer.Option(help="A search for each.")] = "2025,2026,2027",
+    epochs: Epochs = 100,
+    horizon: Horizon = 192,
+    lookback: Lookback = 720,
+    engine: EngineName = "optuna",
+    at_once: AtOnce = None,
+    address: Address = None,
+    spread: Annotated[
+        bool, typer.Option("--spread", help="Score all runs on the test fold after selection, for the heatmap.")
+    ] = False,
+    device: Device = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search, select by validation, score the selected runs on the test fold once."""
+    from .lab.protocol import ENCODINGS, Experiment, Protocol
+
+    protocol = Protocol(
+        horizon=horizon, lookback=lookback, seeds=tuple(to_numbers(seeds, "--seeds")), max_epochs=epochs
+    )
+    encoded = ENCODINGS if encodings.strip() == "all" else to_words(encodings, "--encodings")
+    experiments = [
+        Experiment(name, model, budget, encoding, trials, protocol)
+        for name in names
+        for budget in to_numbers(tokens, "--tokens")
+        for encoding in encoded
+        for model in to_words(models, "--models")
+    ]
+
+    from .lab.report import run_with_bar
+    from .lab.runner import make_engine
+
+    worker = make_engine(engine, protocol, at_once=at_once, address=address)
+    summary = run_with_bar(
+        experiments, store, engine=worker, device=device, spread=spread, show=not (quiet or json_), say=not json_
+    )
+    if json_:
+        print_json(summary)
+        return
+    print(f"\nruns in {store}; `bsat lab tables {store}` and `bsat lab figures {store}` show them")
+
+
+@lab_app.command("tables")
+def lab_tables(
+    store: Store,
+    out: Annotated[Path | None, typer.Option(help="The folder to write to.", show_default="STORE/tables")] = None,
+    formats: Annotated[str, typer.Option(help="Some of md, tex, csv.")] = "md,tex,csv",
+    json_: Json = False,
+) -> None:
+    """Make the paper's tables of stored runs, beside what it prints."""
+    from .lab.report import format_summary
+    from .lab.tables import write_tables
+
+    paths = write_tables(store, out or store / "tables", to_words(formats, "--formats"))
+    if json_:
+        print_json({"tables": [str(path) for path in paths]})
+        return
+    print(format_summary(store))
+    print(f"\nwrote {len(paths)} files into {out or store / 'tables'}")
+
+
+@lab_app.command("figures")
+def lab_figures(
+    store: Store,
+    out: Annotated[Path | None, typer.Option(help="The folder to write to.", show_default="STORE/figures")] = None,
+    formats: Annotated[str, typer.Option(help="Some of png, svg.")] = "png,svg",
+    json_: Json = False,
+) -> None:
+    """Draw the paper's figures of stored runs."""
+    from .lab.figures import write_figures
+
+    notes: list[str] = []
+    paths = write_figures(store, out or store / "figures", to_words(formats, "--formats"), note=notes.append)
+    if json_:
+        print_json({"figures": [str(path) for path in paths], "notes": notes})
+        return
+    print("\n".join(f"drew {path}" for path in paths))
+    for note in notes:
+        print(f"bsat: note: {note}", file=sys.stderr)
+
+
+def to_words(text: str, name: str) -> list[str]:
+    """The words of a list with commas, each once."""
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not words:
+        raise ValueError(f"{name} must hold at least one name; got {text!r}. Separate several by commas.")
+    return list(dict.fromkeys(words))
+
+
+def to_numbers(text: str, name: str) -> list[int]:
+    """Whole numbers of a list with commas."""
+    try:
+        return [int(word) for word in to_words(text, name)]
+    except ValueError:
+        raise ValueError(f"{name} must be whole numbers, separated by commas; got {text!r}.") from None
+
+
 def to_clip_factor(text: str) -> float | str:
     """A number, or "auto"."""
     if text == "auto":
@@ -516,6 +633,9 @@ WORDS = {
     r"\b(id|time|target)_col=": r"--\1-col",
     r"`(id|time|target)_col`": r"--\1-col",
     r"`(horizon|lookback|degree|encoding|head|seed|gaps|freq|device|level|step)`": r"--\1",
+    r"`(tokens|trials|seeds|engine|at_once|address|formats)`": r"--\1",
+    r"`model`": "--models",
+    r"--at_once": "--at-once",
     r"`n_tokens`": "--tokens",
     r"`n_windows`": "--windows",
     r"`max_epochs`": "--epochs",
@@ -535,7 +655,7 @@ def main() -> None:
     warnings.showwarning = note
     try:
         app()
-    except (ValueError, TypeError, OSError, FloatingPointError) as error:
+    except (ValueError, TypeError, OSError, FloatingPointError, ImportError, RuntimeError) as error:
         if "--debug" in sys.argv:
             raise
         text = " ".join(str(error).split())

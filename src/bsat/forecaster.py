@@ -19,13 +19,13 @@ import torch
 from huggingface_hub import ModelHubMixin
 from torch import Tensor
 
-from . import nvrtc, storage
+from . import storage
 from .conformal import MOST, check_levels, half_widths, local_deviation, sorted_scores
 from .data import season_of
 from .data.columns import kind_of, make_frame
-from .data.folds import FOLDS, SHARES, check_shares, fold_edges
+from .data.folds import SHARES, check_shares, fold_edges
 from .data.frames import Panel, stack_level, to_panel
-from .data.windows import Windows, fit_scaling, make_windows
+from .data.windows import Windows, fit_scaling, split_windows
 from .model import Network, NetworkConfig, build_network
 from .model.stacked import describe
 from .progress import TrainingBar
@@ -33,15 +33,14 @@ from .spline import LARGEST
 from .tokens import TOKENIZERS, BSplineTokenizer, Tokenizer
 from .tokens.door import check_choice, check_finite, to_array, to_numpy, to_whole
 from .train import History, Scores, TokenBatches, TrainConfig, evaluate, evaluate_beside_naive, predict, train
-from .train.batches import bytes_per_window, make_inputs, run, tokenize
+from .train.batches import bytes_per_window, fit_tokenizer, keeps_tokens, make_inputs, run, tokenize
 from .train.checkpoint import Checkpoint
+from .train.device import find_device
 from .train.loop import captured_tokens
 from .train.pack import training_bytes
 from .train.settings import epoch_steps
 
 GAPS = ("error", "fit", "fill")
-KEPT_TOKENS = 512 * 2**20
-"""Bytes of tokens that are kept while training; more are made batch by batch."""
 PREDICT_BATCH = 512
 
 
@@ -140,7 +139,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"columns of these names. Rename it in the frame."
             )
         self.device, self.verbose = device, bool(verbose)
-        _device(device)
+        find_device(device)
 
     def get_params(self) -> dict[str, Any]:
         """The constructor's arguments."""
@@ -199,41 +198,22 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
     ) -> Self:
         L, H = self.lookback, self.horizon
         panel = self._without_short(panel)
-        device = _device(self.device)
+        device = find_device(self.device)
         edges = fold_edges(panel.lengths, folds)
         given = panel
         if self.gaps == "fill":
             panel = panel.filled(edges)
-        mean, deviation = fit_scaling(panel.values, panel.offsets, edges[:, 1])
-        scaled = panel.values - np.repeat(mean, panel.lengths)
-        scaled /= np.repeat(deviation, panel.lengths)
-        series = torch.from_numpy(scaled.astype(np.float32)).to(device)
-        least = self.tokenizer.n_tokens + 1 if bool(np.isnan(scaled).any()) else 0
-        del scaled
+        split = split_windows(panel, edges, lookback=L, horizon=H, least=self.tokenizer.n_tokens + 1, device=device)
+        train_windows, val_windows = split.train, split.val.some(self.train_config.epoch_windows)
+        mean, deviation, series = split.mean, split.deviation, split.train.series
 
-        def windows(fold: int) -> Windows:
-            return make_windows(series, panel.offsets, edges, fold, lookback=L, horizon=H, least=least)
-
-        train_windows, val_windows = windows(0), windows(1)
-        for fold, found in enumerate((train_windows, val_windows)):
-            if len(found) == 0:
-                longest = int((edges[:, fold + 1] - edges[:, fold]).max())
-                raise ValueError(
-                    f"the {FOLDS[fold]} fold must hold at least one window of lookback + horizon = {L + H} samples; "
-                    f"the longest series has {int(panel.lengths.max())} samples and {longest} of them in that fold. "
-                    f"Shorten `lookback` or `horizon`, change `folds`, or bring more data."
-                )
-        val_windows = val_windows.some(self.train_config.epoch_windows)
-
-        tokenizer = self._fit_tokenizer(train_windows)
+        tokenizer = fit_tokenizer(self.tokenizer, train_windows)
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(self.train_config.seed)
             network = build_network(self.network_config, tokenizer, lookback=L, horizon=H)
         network.to(device)
-        drawn = self.train_config.epoch_windows or len(train_windows)
         token_bytes = bytes_per_window(tokenizer, network, L) * (len(train_windows) + len(val_windows))
-        keep = tokenizer.adaptive and len(train_windows) <= drawn and token_bytes <= KEPT_TOKENS
-        keep = keep and not nvrtc.serves(device)  # there tokens are made faster than they are fetched
+        keep = keeps_tokens(tokenizer, network, self.train_config, train_windows, val_windows)
         captured = captured_tokens(network, tokenizer, self.train_config, train_windows, val_windows)
         kept = captured if captured is not None else token_bytes if keep else None
         self._say(self._plan(panel, network, series, train_windows, val_windows, kept, captured is not None))
@@ -283,7 +263,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             self._tail.values[begins] = whole.values[begins]
         self._rows = {key: row for row, key in enumerate(panel.keys)}
         self.conformal_ = self._calibrate(val_set)
-        test = TokenBatches(windows(2), self.tokenizer_, network, keep=False)
+        test = TokenBatches(split.test, self.tokenizer_, network, keep=False)
         self.scores_: dict[str, Scores | None] = {
             "val": evaluate(network, val_set, *scaling),
             "test": None,
@@ -314,21 +294,6 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         note = f"left out {int(short.sum())} series shorter than {need} samples: {names}."
         warnings.warn(note, stacklevel=stack_level())
         return panel.select(~short)
-
-    def _fit_tokenizer(self, windows: Windows) -> Tokenizer:
-        """A copy of the user's, fitted to the train fold if it asks for it: windows 100 samples apart."""
-        tokenizer = copy.deepcopy(self.tokenizer)
-        if isinstance(tokenizer, BSplineTokenizer) and not tokenizer.__sklearn_is_fitted__():
-            every = torch.arange(0, len(windows), 100, device=windows.starts.device)
-            some = windows.past(every[torch.linspace(0, len(every) - 1, min(len(every), 2000)).long()])
-            some = some[~torch.isnan(some).any(1)]
-            if len(some) == 0:
-                raise ValueError(
-                    "`clip_factor` = 'auto' needs windows without missing samples to search on, and the train fold has "
-                    "none. Give a number, e.g. 0.62."
-                )
-            tokenizer.fit(some.cpu())
-        return tokenizer
 
     def _fingerprint(self, panel: Panel, folds: Sequence[float], tokenizer: Tokenizer) -> str:
         """Of all that shapes a training, but for how long it may last."""
@@ -693,7 +658,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
 
     @classmethod
     def _load(cls, folder: os.PathLike[str] | str, *, device: str, verbose: bool, links: bool) -> Self:
-        _device(device)
+        find_device(device)
         config, tensors = storage.read_folder(folder, links=links)
         try:
             kind = config["tokenizer"]["kind"]
@@ -718,7 +683,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             if a.is_floating_point() and name != "tail.values" and not bool(torch.isfinite(a).all()):
                 raise ValueError(f"tensor {name} holds numbers that are not finite")
         network.load_state_dict(weights)
-        self.network_ = network.to(_device(self.device)).eval()
+        self.network_ = network.to(find_device(self.device)).eval()
         self._exact = None
         self._kind = "pandas"
         arrays = {name: a.numpy() for name, a in tensors.items() if not name.startswith(prefix)}
@@ -793,26 +758,6 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
 def default_tokens(lookback: int) -> int:
     """As many as the paper's smallest budget: 45 for 720 samples."""
     return max(8, round(lookback / 16))
-
-
-def _device(name: str) -> torch.device:
-    """A device that is there."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"`device` must be 'auto', 'cpu' or 'cuda'; got {name!r}. Choose one of them.") from None
-    if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"`device` must be 'auto', 'cpu', 'cuda' or 'mps'; got {name!r}. Choose one of them.")
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("`device` = 'mps' must be there; torch sees none. Use device='auto' or 'cpu'.")
-    if device.type == "cuda" and (not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count()):
-        raise ValueError(
-            f"`device` = {name!r} must be there; torch sees {torch.cuda.device_count()} CUDA devices. "
-            f"Use device='auto' or 'cpu', or install a CUDA build of torch."
-        )
-    return device
 
 
 def _without_test(folds: Sequence[float]) -> tuple[float, float, float]:

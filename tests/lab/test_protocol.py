@@ -4,11 +4,14 @@ import hashlib
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from bsat.lab import protocol
-from bsat.lab.protocol import ENCODINGS, MODELS, Experiment, Protocol
+from bsat.lab.models import MODELS, SPACES
+from bsat.lab.protocol import ENCODINGS, Experiment, Protocol
+from bsat.search.space import Space, Whole
 
 
 def test_the_defaults_are_the_papers():
@@ -16,7 +19,6 @@ def test_the_defaults_are_the_papers():
         "horizon": 192,
         "lookback": 720,
         "space": "paper",
-        "trials": 200,
         "seeds": [2025, 2026, 2027],
         "max_epochs": 100,
         "grace": 20,
@@ -26,8 +28,9 @@ def test_the_defaults_are_the_papers():
 
 
 def test_the_hash_is_that_of_canonical_json():
-    e = Experiment("ETTh1", "uds", 90, "lpe", Protocol(trials=4))
-    text = json.dumps({"format": 1, **e.to_dict()}, sort_keys=True, separators=(",", ":"))
+    e = Experiment("ETTh1", "uds", 90, "lpe", 4, Protocol())
+    more = {"protocol": e.protocol.hash, "definition": MODELS["uds"].to_dict()}
+    text = json.dumps({"format": 1, **e.to_dict(), **more}, sort_keys=True, separators=(",", ":"))
     assert e.hash == hashlib.sha256(text.encode()).hexdigest()
     assert e.short == e.hash[:12]
 
@@ -35,8 +38,8 @@ def test_the_hash_is_that_of_canonical_json():
 def test_hashes_do_not_change():
     """Stores of users carry them. If this fails, FORMAT must be raised."""
     assert protocol.FORMAT == 1
-    assert Protocol().short == "e0683b8ced79"
-    assert Experiment("etth1").short == "7dcb5c77538c"
+    assert Protocol().short == "0753241ec7b5"
+    assert Experiment("etth1").short == "1c19d2aa671e"
 
 
 def test_the_hash_is_the_same_in_another_process():
@@ -45,9 +48,11 @@ def test_the_hash_is_the_same_in_another_process():
     assert got == Experiment("etth1").hash
 
 
-def test_every_field_counts():
+def test_every_field_counts(monkeypatch):
+    monkeypatch.setitem(SPACES, "small", Space(n_layers=Whole(2, 3)))
     base = Experiment("etth1")
     others = [
+        Experiment("etth1", trials=4),
         Experiment("ecl"),
         Experiment("etth1", "uds"),
         Experiment("etth1", tokens=90),
@@ -58,7 +63,6 @@ def test_every_field_counts():
                 "horizon": 96,
                 "lookback": 360,
                 "space": "small",
-                "trials": 4,
                 "seeds": (2025,),
                 "max_epochs": 3,
                 "grace": None,
@@ -68,7 +72,17 @@ def test_every_field_counts():
         ),
     ]
     assert len({e.hash for e in [base, *others]}) == len(others) + 1
-    assert {e.protocol.hash == base.protocol.hash for e in others[:4]} == {True}
+    assert {e.protocol.hash == base.protocol.hash for e in others[:5]} == {True}
+    assert [e.study == base.study for e in others] == [True] + [False] * (len(others) - 1)
+
+
+def test_what_a_name_stands_for_counts(monkeypatch):
+    experiment, protocol = Experiment("etth1").hash, Protocol().hash
+    monkeypatch.setitem(MODELS, "bsat", replace(MODELS["bsat"], tokens={**MODELS["bsat"].tokens, "clip_factor": 1.0}))
+    assert Experiment("etth1").hash != experiment
+    assert Protocol().hash == protocol
+    monkeypatch.setitem(SPACES, "paper", Space(n_layers=Whole(2, 3)))
+    assert Protocol().hash != protocol
 
 
 def test_spelling_and_order_do_not_count():
@@ -78,30 +92,31 @@ def test_spelling_and_order_do_not_count():
 
 
 def test_there_and_back():
-    e = Experiment("ecl", "patchtst", 180, "f-rope", Protocol(seeds=(1,), grace=None))
+    e = Experiment("ecl", "patchtst", 180, "f-rope", 12, Protocol(seeds=(1,), grace=None))
     assert Experiment.from_dict(json.loads(json.dumps(e.to_dict()))) == e
-    with pytest.raises(ValueError, match="missing: trials; unknown: trails"):
-        Protocol.from_dict({"trails" if k == "trials" else k: v for k, v in Protocol().to_dict().items()})
+    with pytest.raises(ValueError, match="missing: max_epochs; unknown: max_epoch"):
+        Protocol.from_dict({"max_epoch" if k == "max_epochs" else k: v for k, v in Protocol().to_dict().items()})
 
 
 def test_differences_in_words():
-    assert Protocol(trials=4).differences(Protocol()) == "trials 4 instead of 200"
+    assert Protocol(max_epochs=4).differences(Protocol()) == "max_epochs 4 instead of 100"
 
 
 def test_encodings_are_the_models():
     from bsat.model import ENCODINGS as OF_THE_MODEL
 
     assert set(ENCODINGS) == set(OF_THE_MODEL)
-    assert MODELS == ("bsat", "uds", "patchtst")
+    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", "uds", "patchtst"]
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ({"dataset": "etth2"}, r"one of etth1, .*got 'etth2'\. Did you mean etth1"),
-        ({"model": "informer"}, "`model` must be one of 'bsat', 'uds', 'patchtst'; got 'informer'"),
+        ({"model": "informer"}, "`model` must be one of 'bsat', .*'uds', 'patchtst'; got 'informer'"),
         ({"encoding": "alibi"}, "`encoding` must be one of 'lpe'.*got 'alibi'"),
         ({"tokens": 720}, "`tokens` must be fewer than the lookback = 720; got 720"),
+        ({"trials": 0}, "`trials` must be at least 1; got 0"),
         ({"tokens": 1}, "`tokens` must be at least 2; got 1"),
         ({"model": "patchtst", "tokens": 50}, "divide it, for PatchTST's patches; got 50.*45 or 90 or 180"),
     ],
@@ -114,12 +129,12 @@ def test_experiments_that_cannot_be(words, message):
 @pytest.mark.parametrize(
     ("words", "error", "message"),
     [
-        ({"trials": 0}, ValueError, "`trials` must be at least 1; got 0"),
-        ({"trials": 2.0}, TypeError, "`trials` must be a whole number"),
+        ({"max_epochs": 0}, ValueError, "`max_epochs` must be at least 1; got 0"),
+        ({"max_epochs": 2.0}, TypeError, "`max_epochs` must be a whole number"),
         ({"seeds": ()}, ValueError, "`seeds` must be a list of at least one"),
         ({"seeds": 2025}, ValueError, "`seeds` must be a list of at least one"),
         ({"seeds": (1, 1)}, ValueError, "`seeds` must differ"),
-        ({"space": ""}, ValueError, "`space` must name"),
+        ({"space": ""}, ValueError, "`space` must be one of 'paper'; got ''"),
         ({"reduction": 1}, ValueError, "`reduction` must be at least 2"),
     ],
 )

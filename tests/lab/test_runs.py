@@ -20,7 +20,7 @@ from bsat.lab import Experiment, Protocol, Run, Store, StoreError, read, read_pr
 from bsat.lab.runs import KEY, decode, encode
 from bsat.train.settings import Epoch, History
 
-PROTOCOL = Protocol(trials=4, seeds=(2025, 2026))
+PROTOCOL = Protocol(max_epochs=4, seeds=(2025, 2026))
 EXPERIMENT = Experiment("etth1", protocol=PROTOCOL)
 TEST = {"rmse": 3.0, "mae": 2.0, "mse": 9.0, "smape": 30.0}
 
@@ -49,7 +49,7 @@ def run_python(code, *args, **rest):
 HEAD = """
 import sys
 from bsat.lab import Experiment, Protocol, Run, Store, StoreError
-protocol = Protocol(trials=4, seeds=(2025, 2026))
+protocol = Protocol(max_epochs=4, seeds=(2025, 2026))
 def make_run(trial, size=60, seed=2025):
     return Run(experiment=Experiment("etth1", protocol=protocol), seed=seed, trial=trial, configuration={"x": trial},
                status="finished", val={"rmse": 1.0 + trial}, curve={"loss": [0.123456789] * size})
@@ -323,11 +323,13 @@ def read_quietly(folder):
 def test_a_store_of_another_protocol(tmp_path):
     with Store(tmp_path, PROTOCOL) as store:
         store.add(make_run(0))
-        with pytest.raises(StoreError, match=r"must share its protocol .* \(trials 5 instead of 4\)"):
-            store.add(make_run(experiment=EXPERIMENT.under(trials=5)))
-    other = Protocol(trials=5, seeds=(2025, 2026))
+        with pytest.raises(StoreError, match=r"must share its protocol .* \(max_epochs 5 instead of 4\)"):
+            store.add(make_run(experiment=EXPERIMENT.under(max_epochs=5)))
+    other = Protocol(max_epochs=5, seeds=(2025, 2026))
     for attempt in (lambda: Store(tmp_path, other), lambda: read(tmp_path, other)):
-        with pytest.raises(StoreError, match=rf"{other.short}; it is one of {PROTOCOL.short} \(trials 4 instead of 5"):
+        with pytest.raises(
+            StoreError, match=rf"{other.short}; it is one of {PROTOCOL.short} \(max_epochs 4 instead of 5"
+        ):
             attempt()
     assert len(read(tmp_path, PROTOCOL)) == 1
 
@@ -335,7 +337,7 @@ def test_a_store_of_another_protocol(tmp_path):
 def test_a_file_of_another_protocol_in_the_folder(tmp_path):
     with Store(tmp_path / "a", PROTOCOL) as store:
         store.add(make_run(0))
-    other = EXPERIMENT.under(trials=5)
+    other = EXPERIMENT.under(max_epochs=5)
     with Store(tmp_path / "b", other.protocol) as store:
         store.add(make_run(0, experiment=other))
     (path,) = (tmp_path / "b").glob("runs-*.jsonl")
@@ -351,7 +353,7 @@ def test_of_two_who_make_a_store_at_once_one_is_refused(tmp_path):
         def attempt(trials, folder=folder, outcomes=outcomes, barrier=barrier):
             barrier.wait()
             try:
-                Store(folder, Protocol(trials=trials)).close()
+                Store(folder, Protocol(max_epochs=trials)).close()
                 outcomes.append(trials)
             except StoreError:
                 outcomes.append(None)
@@ -362,7 +364,7 @@ def test_of_two_who_make_a_store_at_once_one_is_refused(tmp_path):
         for thread in threads:
             thread.join()
         assert outcomes.count(None) == 1
-        assert read_protocol(folder).trials in outcomes
+        assert read_protocol(folder).max_epochs in outcomes
         assert [p.name for p in folder.iterdir()] == ["protocol.json"]
 
 
@@ -370,8 +372,8 @@ def test_of_two_who_make_a_store_at_once_one_is_refused(tmp_path):
     ("change", "message"),
     [
         (lambda text: text[:30], "must be JSON; it is damaged"),
-        (lambda text: text.replace('"trials": 4', '"trials": 5'), "must have the hash of what it says"),
-        (lambda text: text.replace('"trials"', '"trails"'), "missing: trials; unknown: trails"),
+        (lambda text: text.replace('"max_epochs": 4', '"max_epochs": 5'), "must have the hash of what it says"),
+        (lambda text: text.replace('"max_epochs"', '"max_epoch"'), "missing: max_epochs; unknown: max_epoch"),
         (lambda text: text.replace('"format": 1', '"format": 9'), "newer bsat"),
         (lambda text: "[]", "must describe a protocol"),
     ],

@@ -18,7 +18,7 @@ from bsat.lab import Experiment, Protocol, Run, Store, make_tables, paper, read,
 from bsat.lab.runs import METRICS
 from bsat.lab.tables import Cell, Table, bca_interval, holm, marks, place, wilcoxon
 
-PROTOCOL = Protocol(trials=7)
+PROTOCOL = Protocol()
 LEVEL = {"etth1": 3.0, "alabama-pv": 4.4, "solar": 40.0}
 ENCODINGS = {
     "etth1": ("lpe", "f-rope", "l-rope", "f-rope+lpe", "l-rope+lpe"),
@@ -34,7 +34,7 @@ def fill(folder, reverse=False):
     cells = [(d, m, t, e) for d in LEVEL for m in MODELS for t in (45, 90, 180) for e in ENCODINGS[d]]
     jobs = []
     for dataset, model, tokens, encoding in cells:
-        e = Experiment(dataset, model, tokens, encoding, PROTOCOL)
+        e = Experiment(dataset, model, tokens, encoding, 7, PROTOCOL)
         level = LEVEL[dataset] * rng.uniform(0.97, 1.03)
         for seed in PROTOCOL.seeds:
             val = level * rng.uniform(0.9, 1.1, 7)

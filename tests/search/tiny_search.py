@@ -8,7 +8,7 @@ from tiny_training import SMALL, make_case
 
 import bsat
 from bsat.model import NetworkConfig
-from bsat.search import Categorical, Data, Local, Population, Real, Sampler, Space, Whole, run_search
+from bsat.search import Categorical, Data, Local, Population, Real, Sampler, Search, Space, Watch, Whole, run_search
 from bsat.train import TrainConfig
 from bsat.train.population import Halving
 
@@ -28,7 +28,7 @@ SAMPLER = Sampler(startup=4, candidates=20)
 HALVING = Halving(grace=2, reduction=2)
 TRAIN = TrainConfig(batch_size=64, max_epochs=5, patience=2, grace=2)
 ENGINES = {
-    "local": Local(halving=HALVING),
+    "optuna": Local(halving=HALVING),
     "population": Population(startup=4, generation=3, halving=HALVING),
 }
 FEW = Local(at_once=2, halving=HALVING)
@@ -39,19 +39,24 @@ def make_data():
     return Data(case.windows[0], case.windows[1], case.mean, case.deviation)
 
 
-def search(folder, *, engine="local", name="tiny", data=None, **choices):
+def make_search(**choices):
     given = {
-        "storage": folder / "study.db",
-        "name": name,
+        "name": "tiny",
+        "tokenizer": bsat.BSplineTokenizer(8),
         "trials": 8,
         "space": SPACE,
         "network": NetworkConfig(**SMALL),
         "train": TRAIN,
-        "engine": {**ENGINES, "few": FEW}[engine] if isinstance(engine, str) else engine,
         "sampler": SAMPLER,
         "seed": 1,
     }
-    return run_search(data or make_data(), bsat.BSplineTokenizer(8), **{**given, **choices})
+    return Search(**{**given, **choices})
+
+
+def search(folder, *, engine="optuna", data=None, report=None, lost=None, keep=None, done=None, **choices):
+    engine = {**ENGINES, "few": FEW}[engine] if isinstance(engine, str) else engine
+    watch = Watch(report, lost, keep, done)
+    return run_search(data or make_data(), make_search(**choices), folder / "study.db", engine=engine, watch=watch)
 
 
 def search_to_be_killed(folder, engine, trials):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from .folds import window_ranges
+from .folds import FOLDS, window_ranges
+
+if TYPE_CHECKING:
+    from .frames import Panel
 
 
 def fit_scaling(values: np.ndarray, offsets: np.ndarray, ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -101,3 +105,49 @@ def make_windows(
         starts, rows = starts[keep], rows[keep]
     to = series.device
     return Windows(series, torch.from_numpy(starts).to(to), torch.from_numpy(rows).to(to), lookback, horizon, least > 0)
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """The windows of the three folds of a panel, scaled by its train fold."""
+
+    train: Windows
+    val: Windows
+    test: Windows
+    mean: np.ndarray
+    """(R,) float64"""
+    deviation: np.ndarray
+
+
+def split_windows(
+    panel: Panel, edges: np.ndarray, *, lookback: int, horizon: int, least: int, device: torch.device | str
+) -> Split:
+    """Scale a panel, bring it to a device, and cut it. Train and validation must have windows; the test fold may not.
+
+    Args:
+        panel: one or more series.
+        edges: (R, 4) of its folds, see `folds`.
+        lookback: L
+        horizon: H
+        least: if samples are missing, how many a window must have.
+        device: where the series goes.
+    """
+    mean, deviation = fit_scaling(panel.values, panel.offsets, edges[:, 1])
+    scaled = panel.values - np.repeat(mean, panel.lengths)
+    scaled /= np.repeat(deviation, panel.lengths)
+    least = least if bool(np.isnan(scaled).any()) else 0
+    series = torch.from_numpy(scaled.astype(np.float32)).to(device)
+    del scaled
+    train, val, test = (
+        make_windows(series, panel.offsets, edges, fold, lookback=lookback, horizon=horizon, least=least)
+        for fold in range(3)
+    )
+    for fold, found in enumerate((train, val)):
+        if len(found) == 0:
+            longest = int((edges[:, fold + 1] - edges[:, fold]).max())
+            raise ValueError(
+                f"the {FOLDS[fold]} fold must hold at least one window of lookback + horizon = {lookback + horizon} "
+                f"samples; the longest series has {int(panel.lengths.max())} samples and {longest} of them in that "
+                f"fold. Shorten `lookback` or `horizon`, change `folds`, or bring more data."
+            )
+    return Split(train, val, test, mean, deviation)

@@ -14,12 +14,11 @@ from typing import Any
 
 from ..data.catalog import HORIZON, LOOKBACK, find_dataset
 from ..tokens.door import check_choice, to_whole
+from .models import MODELS, SPACES
 
 FORMAT = 1
 """Goes into every hash. Raise it whenever the same description would come to mean another experiment."""
 
-MODELS = ("bsat", "uds", "patchtst")
-"""One network serves all; they differ in their tokens."""
 ENCODINGS = ("lpe", "f-rope", "l-rope", "f-rope+lpe", "l-rope+lpe")
 """As `bsat.model.ENCODINGS`, which would load torch; in the order of the paper's ablation."""
 BUDGETS = (45, 90, 180)
@@ -40,13 +39,13 @@ def hash_of(description: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Protocol:
-    """How experiments are searched, trained and selected. The defaults are the paper's ("Reproducibility").
+    """How experiments are searched, trained and selected. The defaults are the paper's ("Reproducibility"). The number
+    of trials is not part of it, so that a search may be taken further: that is each experiment's own.
 
     Args:
         horizon: steps to forecast (DESIGN: horizon).
         lookback: samples of a window.
-        space: name of the search space.
-        trials: for each seed.
+        space: name of the search space; what it holds is part of the hash.
         seeds: of the searches and the trainings.
         max_epochs: of a training.
         grace: epochs before the first rung of successive halving; None halves nothing.
@@ -57,7 +56,6 @@ class Protocol:
     horizon: int = HORIZON
     lookback: int = LOOKBACK
     space: str = "paper"
-    trials: int = 200
     seeds: tuple[int, ...] = SEEDS
     max_epochs: int = 100
     grace: int | None = 20
@@ -65,15 +63,14 @@ class Protocol:
     selection: int = 5
 
     def __post_init__(self) -> None:
-        least = {"horizon": 1, "lookback": 2, "trials": 1, "max_epochs": 1, "reduction": 2, "selection": 1}
+        least = {"horizon": 1, "lookback": 2, "max_epochs": 1, "reduction": 2, "selection": 1}
         for name, smallest in least.items():
             object.__setattr__(self, name, to_whole(getattr(self, name), name, smallest))
         if self.grace is None:
             object.__setattr__(self, "reduction", type(self).reduction)  # nothing is halved: one hash, whatever it says
         else:
             object.__setattr__(self, "grace", to_whole(self.grace, "grace", 1))
-        if not isinstance(self.space, str) or not self.space.strip():
-            raise ValueError(f"`space` must name a search space; got {self.space!r}. Pass e.g. 'paper'.")
+        check_choice(self.space, "space", tuple(SPACES))
         if isinstance(self.seeds, (int, str)) or not self.seeds:
             raise ValueError(f"`seeds` must be a list of at least one seed; got {self.seeds!r}. Pass e.g. {SEEDS}.")
         seeds = tuple(sorted(to_whole(seed, "seeds", 0) for seed in self.seeds))
@@ -84,7 +81,7 @@ class Protocol:
     @property
     def hash(self) -> str:
         """sha256, 64 characters."""
-        return hash_of(self.to_dict())
+        return hash_of({**self.to_dict(), "ranges": SPACES[self.space].to_dict()})
 
     @property
     def short(self) -> str:
@@ -108,7 +105,7 @@ class Protocol:
         return cls(**d)
 
     def differences(self, other: Protocol) -> str:
-        """In words: "trials 4 instead of 200"."""
+        """In words: "horizon 96 instead of 192"."""
         a, b = self.to_dict(), other.to_dict()
         return ", ".join(f"{name} {a[name]} instead of {b[name]}" for name in a if a[name] != b[name])
 
@@ -119,9 +116,10 @@ class Experiment:
 
     Args:
         dataset: a name of the catalog, however it is capitalised.
-        model: "bsat", "uds" or "patchtst".
+        model: a name of `models.MODELS`, e.g. "bsat", "uds" or "patchtst".
         tokens: how many a window becomes.
         encoding: how tokens know where they are; one of `ENCODINGS`.
+        trials: for each seed; a search may be taken further, and keeps what it has.
         protocol: what it shares with the others of its table.
     """
 
@@ -129,15 +127,17 @@ class Experiment:
     model: str = "bsat"
     tokens: int = 45
     encoding: str = "l-rope+lpe"
+    trials: int = 200
     protocol: Protocol = field(default_factory=Protocol)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dataset", find_dataset(self.dataset).name)
-        for name, choices in (("model", MODELS), ("encoding", ENCODINGS)):
+        for name, choices in (("model", tuple(MODELS)), ("encoding", ENCODINGS)):
             value = getattr(self, name)
             object.__setattr__(self, name, value.strip().lower() if isinstance(value, str) else value)
             check_choice(getattr(self, name), name, choices)
         object.__setattr__(self, "tokens", to_whole(self.tokens, "tokens", 2))
+        object.__setattr__(self, "trials", to_whole(self.trials, "trials", 1))
         lookback = self.protocol.lookback
         if self.tokens >= lookback or (self.model == "patchtst" and lookback % self.tokens):
             rule = f"be fewer than the lookback = {lookback}"
@@ -148,8 +148,13 @@ class Experiment:
 
     @property
     def hash(self) -> str:
-        """sha256 of everything, the protocol included."""
-        return hash_of(self.to_dict())
+        """sha256 of everything: the protocol, and what the model's name stands for, included."""
+        return hash_of({**self.to_dict(), "protocol": self.protocol.hash, "definition": MODELS[self.model].to_dict()})
+
+    @property
+    def study(self) -> str:
+        """Name of its searches: the hash, but for how far they go."""
+        return replace(self, trials=1).short
 
     @property
     def short(self) -> str:
@@ -163,13 +168,13 @@ class Experiment:
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON; flat."""
-        return {**self.cell, **self.protocol.to_dict()}
+        return {**self.cell, "trials": self.trials, **self.protocol.to_dict()}
 
     @classmethod
     def from_dict(cls, d: dict[str, Any]) -> Experiment:
         """From JSON."""
         rest = dict(d)
-        own = {name: rest.pop(name) for name in ("dataset", "model", "tokens", "encoding") if name in rest}
+        own = {name: rest.pop(name) for name in ("dataset", "model", "tokens", "encoding", "trials") if name in rest}
         return cls(**own, protocol=Protocol.from_dict(rest))
 
     def under(self, **changes: Any) -> Experiment:

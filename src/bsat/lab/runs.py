@@ -57,7 +57,7 @@ PROTOCOL_FILE = "protocol.json"
 PATTERN = "runs-*.jsonl"
 
 
-class StoreError(Exception):
+class StoreError(OSError):
     """A store that cannot be read or written, or that is another protocol's.
 
     Attributes:
@@ -89,7 +89,9 @@ class Run:
         bases: of every epoch, the learned base of each layer; empty without L-RoPE.
         seconds: of training.
         memory: peak bytes on the device; None on a CPU.
+        pack: how many trained beside it, itself included; memory and seconds are its share.
         device: in words.
+        engine: that trained it.
     """
 
     experiment: Experiment
@@ -103,7 +105,9 @@ class Run:
     bases: Sequence[Sequence[float]] = ()
     seconds: float | None = None
     memory: int | None = None
+    pack: int | None = None
     device: str = ""
+    engine: str = ""
 
     def __post_init__(self) -> None:
         _check_key(self.experiment, self.seed, self.trial)
@@ -122,18 +126,17 @@ class Run:
         """Status, reason, curve and bases from a training's history; `val` beside the best epoch's RMSE."""
         if history.stopped in ("", "interrupted"):
             raise ValueError("a run must have come to its end; this training was interrupted. Resume it first.")
-        failed = history.stopped == "diverged" or history.best_epoch < 0
-        names = ("learning_rate", "loss", "val_rmse", "val_scaled_rmse", "seconds")
-        curve = {name: [getattr(epoch, name) for epoch in history.epochs] for name in names}
+        failed, epochs = history.best_epoch < 0, history.epochs  # one that diverged later has weights worth keeping
+        curve = {name: [_short(getattr(epoch, name)) for epoch in epochs] for name in ("loss", "val_rmse")}
         best = {}
-        if history.best_epoch >= 0:
+        if not failed:
             best = {"rmse": history.best.val_rmse, "scaled_rmse": history.best.val_scaled_rmse}
         return cls(
             status="failed" if failed else "halved" if history.stopped == "halved" else "finished",
-            reason=f"{history.stopped} after {len(history.epochs)} epochs",
+            reason=f"{history.stopped} after {len(epochs)} epochs",
             val={**best, **(val or {})},
             curve=curve,
-            bases=[epoch.bases for epoch in history.epochs] if any(e.bases for e in history.epochs) else [],
+            bases=[[_short(base) for base in epoch.bases] for epoch in epochs] if any(e.bases for e in epochs) else [],
             **rest,
         )
 
@@ -149,7 +152,9 @@ class Run:
             "bases": self.bases,
             "seconds": self.seconds,
             "memory": self.memory,
+            "pack": self.pack,
             "device": self.device,
+            "engine": self.engine,
         }
 
 
@@ -164,6 +169,11 @@ def _check_key(experiment: Experiment, seed: int, trial: int) -> None:
 def _head(kind: str, experiment: Experiment, seed: int, trial: int) -> dict[str, Any]:
     hashes = {"protocol": experiment.protocol.hash, "experiment": experiment.hash}
     return {"kind": kind, "format": FORMAT, **hashes, **experiment.cell, "seed": seed, "trial": trial}
+
+
+def _short(value: float) -> float:
+    """Six digits, which is what single precision has to say."""
+    return float(f"{value:.6g}")
 
 
 def _is_finite(value: Any) -> bool:
@@ -262,14 +272,14 @@ class Store:
 
     def add(self, run: Run) -> None:
         """Append a trial. When this returns, it is on the disk."""
-        self._check(run.experiment)
+        self.check(run.experiment)
         self._append(run.to_dict())
 
     def add_test(
         self, experiment: Experiment, seed: int, trial: int, scores: Mapping[str, float], why: str = "selected"
     ) -> None:
         """Append the test scores of a run: rmse, mae, mse and smape."""
-        self._check(experiment)
+        self.check(experiment)
         _check_key(experiment, seed, trial)
         check_choice(why, "why", REASONS)
         lacks = [name for name in METRICS if not _is_finite(scores.get(name))]
@@ -296,7 +306,8 @@ class Store:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _check(self, experiment: Experiment) -> None:
+    def check(self, experiment: Experiment) -> None:
+        """Refuse what is of another protocol."""
         if experiment.protocol != self.protocol:
             raise StoreError(
                 f"runs of a store must share its protocol {self.protocol.short}; got one of {experiment.protocol.short}"
@@ -526,10 +537,10 @@ def _frame(runs: dict[tuple[Any, ...], dict[str, Any]], tests: dict[tuple[Any, .
         rows.append({n: v for n, v in {**runs[key], **test}.items() if n not in ("kind", "format")})
     scores = [f"{fold}_{metric}" for fold in ("val", "test") for metric in METRICS]
     more = sorted({name for row in rows for name in row if name.startswith(("val_", "test_"))} - set(scores))
-    rest = ["configuration", "curve", "bases", "seconds", "memory", "device", "versions", "written"]
+    rest = ["configuration", "curve", "bases", "seconds", "memory", "pack", "device", "engine", "versions", "written"]
     columns = [*KEY, "status", "reason", *scores, *more, "why", *rest, "experiment", "protocol"]
     frame = pd.DataFrame(rows, columns=columns)
-    numbers = [*scores, *more, "seconds", "memory"]
+    numbers = [*scores, *more, "seconds", "memory", "pack"]
     return frame.astype(dict.fromkeys(numbers, "float64") | dict.fromkeys(("tokens", "seed", "trial"), "int64"))
 
 

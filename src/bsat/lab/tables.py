@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
 from ..atomic import replacing
 from . import paper
-from .protocol import BUDGETS, ENCODINGS, MODELS, Protocol
+from .models import MODELS
+from .protocol import BUDGETS, ENCODINGS, Protocol
 from .runs import CELL, METRICS, read, read_protocol, select
 
 if TYPE_CHECKING:
@@ -33,7 +34,6 @@ BENCHMARKED = ("lpe", "l-rope+lpe")
 """The encodings of the paper's full benchmark."""
 FORMATS = ("md", "tex", "csv")
 EMPTY = "–"
-LABELS = {"bsat": "BSAT", "uds": "UDS", "patchtst": "PatchTST"}
 PAPER_DATASETS = ("etth1", "alabama-pv", "ecl")
 
 Row = tuple[str, str]
@@ -213,7 +213,7 @@ def _latex(text: str) -> str:
 def label(model: str, encoding: str) -> str:
     """As the paper writes it: "BSAT L-RoPE LPE"."""
     words = encoding.replace("+", " ").upper().replace("ROPE", "RoPE")
-    return f"{LABELS[model]} {words}"
+    return f"{MODELS[model].label} {words}"
 
 
 class Scores:
@@ -221,6 +221,7 @@ class Scores:
 
     def __init__(self, runs: pd.DataFrame, protocol: Protocol) -> None:
         self.protocol = protocol
+        self.trials = runs.groupby([*CELL, "seed"]).size()
         chosen = select(runs, protocol.selection)
         tested = chosen["test_rmse"].notna()
         self.selected = chosen[tested]
@@ -267,7 +268,19 @@ class Scores:
         """Datasets with their budgets."""
         return [(dataset, tokens) for dataset in self.datasets() for tokens in self.budgets(dataset)]
 
-    def notes(self, rows: Iterable[Row], tasks: Sequence[tuple[str, int]]) -> list[str]:
+    def _trials(self, rows: Sequence[Row], tasks: Sequence[tuple[str, int]]) -> str:
+        """How many were searched: "40", or "40 (45 tokens) and 24 (180 tokens)", or "24 to 40" if cells differ."""
+        counts: dict[int, set[int]] = {}
+        for cell, count in self.trials.items():
+            dataset, model, tokens, encoding, _ = cast("tuple[str, str, int, str, int]", cell)
+            if (model, encoding) in rows and (dataset, tokens) in tasks:
+                counts.setdefault(tokens, set()).add(int(count))
+        spans = {t: f"{min(c)} to {max(c)}" if len(c) > 1 else str(min(c)) for t, c in sorted(counts.items())}
+        if len(set(spans.values())) == 1:
+            return next(iter(spans.values()))
+        return " and ".join(f"{span} ({tokens} tokens)" for tokens, span in spans.items()) or "no"
+
+    def notes(self, rows: Sequence[Row], tasks: Sequence[tuple[str, int]]) -> list[str]:
         """The protocol, and which cells fall short of it."""
         p = self.protocol
         wanted, short = p.selection * len(p.seeds), []
@@ -282,9 +295,9 @@ class Scores:
                     short.append(f"{label(*row)} {dataset} {tokens} ({n}{more})")
         halving = "no halving" if p.grace is None else f"halving by {p.reduction} from epoch {p.grace}"
         notes = [
-            f"Protocol `{p.short}`: horizon {p.horizon}, lookback {p.lookback}, space {p.space}, {p.trials} trials a "
-            f"seed, at most {p.max_epochs} epochs, {halving}; test scores of the {p.selection} best runs by validation "
-            f"RMSE of each seed ({', '.join(map(str, p.seeds))})."
+            f"Protocol `{p.short}`: horizon {p.horizon}, lookback {p.lookback}, space {p.space}, "
+            f"{self._trials(rows, tasks)} trials a seed, at most {p.max_epochs} epochs, {halving}; test scores of the "
+            f"{p.selection} best runs by validation RMSE of each seed ({', '.join(map(str, p.seeds))})."
         ]
         if short:
             notes.append(f"Fewer than {wanted} runs: {'; '.join(short)}.")

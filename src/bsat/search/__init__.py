@@ -3,9 +3,43 @@
 `study` needs Optuna (``pip install 'bsat[search]'``), and only when a search begins; everything imports without it.
 """
 
-from .engines import Data, Desk, Engine, Failed, Local, Population
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from .space import Categorical, Point, Real, Space, Whole
-from .study import Interrupted, Outcome, Record, Sampler, SearchProgress, read_records, run_search
+
+if TYPE_CHECKING:
+    from .cluster import Ray
+    from .engines import Data, Desk, Engine, Failed, Local, Population
+    from .study import (
+        Interrupted,
+        Outcome,
+        Record,
+        Sampler,
+        Search,
+        SearchProgress,
+        Watch,
+        read_records,
+        run_search,
+        run_searches,
+    )
+
+_HOMES = {
+    "cluster": ("Ray",),
+    "engines": ("Data", "Desk", "Engine", "Failed", "Local", "Population"),
+    "study": (
+        "Interrupted",
+        "Outcome",
+        "Record",
+        "Sampler",
+        "Search",
+        "SearchProgress",
+        "Watch",
+        "read_records",
+        "run_search",
+        "run_searches",
+    ),
+}
 
 __all__ = [
     "Categorical",
@@ -18,12 +52,24 @@ __all__ = [
     "Outcome",
     "Point",
     "Population",
+    "Ray",
     "Real",
     "Record",
     "Sampler",
+    "Search",
     "SearchProgress",
     "Space",
+    "Watch",
     "Whole",
     "read_records",
     "run_search",
+    "run_searches",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """A space is a description, which needs no torch; the rest is loaded when it is asked for."""
+    for home, names in _HOMES.items():
+        if name in names:
+            return getattr(import_module(f".{home}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

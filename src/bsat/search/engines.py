@@ -1,4 +1,4 @@
-"""Engines: a few trials in, trained ones out, as they finish. They know nothing of studies."""
+"""Engines: trials in, trained ones out, as they finish. They know nothing of studies."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import multiprocessing.connection
 import os
 import time
 import warnings
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -17,16 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .. import nvrtc
 from ..data.windows import Windows
 from ..model import build_network
 from ..tokens.door import to_whole
 from ..train import Epoch, History, TokenBatches, train
-from ..train.batches import bytes_per_window
+from ..train.batches import keeps_tokens
 from ..train.population import Halving, Progress, Trained, Trial, train_population
-
-KEPT_TOKENS = 512 * 2**20
-"""Bytes of tokens that a training on its own keeps; as `Forecaster` does."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +46,7 @@ class Failed:
 
 
 class Desk(Protocol):
-    """Where an engine gets its trials, and tells of them by their numbers."""
+    """A search, as an engine sees it: where it gets trials, and tells of them by their numbers."""
 
     @property
     def done(self) -> int:
@@ -66,9 +62,13 @@ class Desk(Protocol):
         """Something has finished this epoch."""
 
 
+Results = Generator[tuple[int, Trained | Failed], None, None]
+"""The place of the desk, and what came of one of its trials; the index of a result is the trial's number."""
+
+
 class Engine(Protocol):
     """Whatever trains trials. Results come in any order, one for every trial that was drawn; nothing but the end of the
-    process, or a KeyboardInterrupt, may keep them back. The index of a result is the trial's number."""
+    process, or a KeyboardInterrupt, may keep them back."""
 
     @property
     def name(self) -> str:
@@ -76,10 +76,10 @@ class Engine(Protocol):
 
     @property
     def halving(self) -> Halving | None:
-        """Its rungs. The desk decides at them, when it hears of an epoch, unless the engine does so itself."""
+        """Its rungs. A desk decides at them, when it hears of an epoch, unless the engine does so itself."""
 
-    def run(self, data: Data, desk: Desk) -> Generator[Trained | Failed, None, None]:
-        """Train until the desk has no more trials."""
+    def run(self, data: Data, desks: Sequence[Desk]) -> Results:
+        """Train until no desk has any more trials. Searches may share the device, but never compare their trials."""
 
 
 @dataclass(frozen=True)
@@ -94,32 +94,35 @@ class Local:
 
     at_once: int = 1
     halving: Halving | None = field(default_factory=Halving)
-    name: str = field(default="local", init=False)
+    name: str = field(default="optuna", init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "at_once", to_whole(self.at_once, "at_once", 1))
 
-    def run(self, data: Data, desk: Desk) -> Generator[Trained | Failed, None, None]:
+    def run(self, data: Data, desks: Sequence[Desk]) -> Results:
         """See `Engine`."""
-        if self.at_once > 1:
-            with closing(_run_processes(self.at_once, data, desk)) as results:
-                yield from results
-            return
-        while drawn := desk.draw(1):
-            ((number, trial),) = drawn
-            try:
-                yield train_alone(number, trial, data, desk)
-            except Exception as error:  # one bad configuration must not end a search of hundreds
-                yield Failed(number, explain(error))
+        for place, desk in enumerate(desks):
+            with closing(_run_processes(self.at_once, data, desk) if self.at_once > 1 else _run(data, desk)) as results:
+                yield from ((place, result) for result in results)
+
+
+def _run(data: Data, desk: Desk) -> Generator[Trained | Failed, None, None]:
+    while drawn := desk.draw(1):
+        ((number, trial),) = drawn
+        try:
+            yield train_alone(number, trial, data, desk)
+        except Exception as error:  # one bad configuration must not end a search of hundreds
+            yield Failed(number, explain(error))
 
 
 @dataclass(frozen=True)
 class Population:
-    """Batches of trials, those of one shape trained side by side (`train.population`); quick on a GPU.
+    """Batches of trials, those of one shape trained side by side (`train.population`), also if they belong to different
+    searches; quick on a GPU.
 
-    All trials of a batch meet at the rungs, so a batch must be large enough for halving to mean something, and small
-    enough for the sampler to learn between batches: the startup trials, which are random anyway, are one batch, and
-    generations follow.
+    All trials of a search's batch meet at the rungs, so a batch must be large enough for halving to mean something, and
+    small enough for the sampler to learn between batches: the startup trials, which are random anyway, are one batch,
+    and generations follow.
     """
 
     startup: int = 40
@@ -137,43 +140,66 @@ class Population:
         """What is missing of the startup, then a generation."""
         return self.startup - done if done < self.startup else self.generation
 
-    def run(self, data: Data, desk: Desk) -> Generator[Trained | Failed, None, None]:
+    def run(self, data: Data, desks: Sequence[Desk]) -> Results:
         """See `Engine`."""
-        while drawn := desk.draw(self.batch(desk.done)):
-            yield from self._run_batch(dict(drawn), data, desk)
+        while batch := [
+            _Drawn(place, number, trial)
+            for place, desk in enumerate(desks)
+            for number, trial in desk.draw(self.batch(desk.done))
+        ]:
+            yield from self._run_batch(batch, data, desks)
 
-    def _run_batch(self, batch: dict[int, Trial], data: Data, desk: Desk) -> Iterator[Trained | Failed]:
+    def _run_batch(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Results:
         """If it breaks, what is left of it is trained one by one, to find out whose fault it was."""
-        left = dict(batch)
+        left = {drawn.key: drawn for drawn in batch}
         try:
-            for trained in self._train(batch, data, desk):
-                del left[trained.index]
-                yield trained
+            for place, trained in self._train(batch, data, desks):
+                del left[place, trained.index]
+                yield place, trained
         except Exception as error:
             if len(left) == 1:
-                yield Failed(next(iter(left)), explain(error))
+                ((place, number),) = left
+                yield place, Failed(number, explain(error))
                 return
-        for number, trial in left.items():
+        for drawn in left.values():
             try:
-                yield from self._train({number: trial}, data, desk)
+                yield from self._train([drawn], data, desks)
             except Exception as error:
-                yield Failed(number, explain(error))
+                yield drawn.place, Failed(drawn.number, explain(error))
 
-    def _train(self, batch: dict[int, Trial], data: Data, desk: Desk) -> Iterator[Trained]:
+    def _train(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Iterator[tuple[int, Trained]]:
+        places = list(dict.fromkeys(drawn.place for drawn in batch))
+
         def report(progress: Progress) -> None:
-            desk.alive(progress.epoch + 1)
+            for place in places:
+                desks[place].alive(progress.epoch + 1)
 
-        numbers, trials = list(batch), list(batch.values())
         for trained in train_population(
-            trials, data.train, data.val,
-            deviation=data.deviation, halving=self.halving, memory=self.memory, report=report,
-        ):  # fmt: skip
-            trained.index = numbers[trained.index]
-            yield trained
+            [drawn.trial for drawn in batch],
+            data.train,
+            data.val,
+            deviation=data.deviation,
+            halving=self.halving,
+            rivals=[drawn.place for drawn in batch],
+            memory=self.memory,
+            report=report,
+        ):
+            drawn = batch[trained.index]
+            trained.index = drawn.number
+            yield drawn.place, trained
 
 
-class _HalvedError(Exception):
-    """Thrown through `train` to end it."""
+@dataclass(frozen=True)
+class _Drawn:
+    """A trial of the search at a place."""
+
+    place: int
+    number: int
+    trial: Trial
+
+    @property
+    def key(self) -> tuple[int, int]:
+        return self.place, self.number
 
 
 def train_alone(number: int, trial: Trial, data: Data, desk: Desk) -> Trained:
@@ -185,21 +211,17 @@ def train_alone(number: int, trial: Trial, data: Data, desk: Desk) -> Trained:
             trial.network, trial.tokenizer, lookback=data.train.lookback, horizon=data.train.horizon
         ).to(device)
     val_windows = data.val.some(config.epoch_windows)
-    size = bytes_per_window(trial.tokenizer, network, data.train.lookback) * (len(data.train) + len(val_windows))
-    every = config.epoch_windows is None or len(data.train) <= config.epoch_windows
-    keep = trial.tokenizer.adaptive and every and size <= KEPT_TOKENS and not nvrtc.serves(device)
+    keep = keeps_tokens(trial.tokenizer, network, config, data.train, val_windows)
     train_set, val_set = (TokenBatches(w, trial.tokenizer, network, keep=keep) for w in (data.train, val_windows))
-    seen = History()
+    best = math.inf
 
-    def report(epoch: int, step: int, loss: float, last: Epoch | None) -> None:
+    def report(epoch: int, step: int, loss: float, last: Epoch | None) -> bool:
+        nonlocal best
         if last is None or last.epoch != epoch:  # within an epoch
-            return
-        seen.epochs.append(last)
-        if seen.best_epoch < 0 or last.val_scaled_rmse < seen.best.val_scaled_rmse:
-            seen.best_epoch = epoch
+            return False
+        best = min(best, last.val_scaled_rmse)
         desk.alive(epoch + 1)
-        if desk.epoch(number, last, seen.best.val_scaled_rmse) and epoch + 1 < config.max_epochs:
-            raise _HalvedError
+        return desk.epoch(number, last, best)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -214,9 +236,6 @@ def train_alone(number: int, trial: Trial, data: Data, desk: Desk) -> Trained:
         state = {name: a.detach().cpu() for name, a in network.state_dict().items()}
     except FloatingPointError:  # in its first epoch
         history, state = History(stopped="diverged"), {}
-    except _HalvedError:
-        seen.stopped = "halved"
-        history, state = seen, {}
     memory = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Trained(number, trial, history, state, time.perf_counter() - began, 1, memory)
 

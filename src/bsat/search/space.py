@@ -5,36 +5,38 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..model import NetworkConfig
-from ..tokens import BSplineTokenizer, Tokenizer
-from ..train import TrainConfig
-from ..train.population import Trial
+if TYPE_CHECKING:
+    from ..model import NetworkConfig
+    from ..tokens import Tokenizer
+    from ..train import TrainConfig
+    from ..train.population import Trial
 
-Point = dict[str, int | float]
+Point = dict[str, int | float | str]
 """A value for every name of a space."""
 
 
 @dataclass(frozen=True)
 class Categorical:
-    """One of a few numbers. The sampler takes them for names without an order, as Ray Tune's `choice` does."""
+    """One of a few numbers or names. The sampler sees no order in them, as with Ray Tune's `choice`."""
 
-    values: tuple[int, ...]
+    values: tuple[int | str, ...]
 
     def __post_init__(self) -> None:
         if not self.values:
-            raise ValueError("`values` must hold at least one number; got none.")
+            raise ValueError("`values` must hold at least one choice; got none.")
 
-    def suggest(self, trial: Any, name: str) -> int:
+    def suggest(self, trial: Any, name: str) -> int | str:
         """From an Optuna trial."""
-        return int(trial.suggest_categorical(name, self.values))
+        chosen: int | str = trial.suggest_categorical(name, self.values)
+        return chosen
 
-    def draw(self, rng: np.random.Generator) -> int:
+    def draw(self, rng: np.random.Generator) -> int | str:
         """At random."""
-        return int(self.values[rng.integers(len(self.values))])
+        return self.values[rng.integers(len(self.values))]
 
     def __contains__(self, value: object) -> bool:
         return not isinstance(value, bool) and value in self.values
@@ -100,6 +102,8 @@ class Real:
 
 
 Range = Categorical | Whole | Real
+TOKENS = ("degree", "feature")
+"""What is the tokenizer's; only adaptive ones have it."""
 
 
 def _check_bounds(low: float, high: float) -> None:
@@ -109,7 +113,8 @@ def _check_bounds(low: float, high: float) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Space:
-    """The paper's space. The degree is BSAT's alone: `for_tokenizer` drops it for the others.
+    """The paper's space. The degree is BSAT's alone: `for_tokenizer` drops it for the others. What draws the knots and
+    what instance normalisation looks at are fixed in the paper; they can join.
 
     The paper does not say whether its sampler knows that 64 lies between 32 and 128. We take widths, heads and factors
     as names, which is what Ray Tune makes of a list, and layers and degree as whole numbers.
@@ -125,11 +130,13 @@ class Space:
     learning_rate: Range = field(default=Real(1e-6, 1e-3, log=True))
     weight_decay: Range = field(default=Real(1e-6, 1e-2, log=True))
     degree: Range | None = field(default=Whole(1, 6))
+    feature: Range | None = None
+    norm: Range | None = None
 
     @classmethod
     def for_tokenizer(cls, tokenizer: Tokenizer) -> Space:
         """The paper's space for these tokens."""
-        return cls() if isinstance(tokenizer, BSplineTokenizer) else cls(degree=None)
+        return cls() if tokenizer.adaptive else cls(degree=None)
 
     @property
     def ranges(self) -> dict[str, Range]:
@@ -145,7 +152,7 @@ class Space:
     def from_dict(cls, d: Mapping[str, Mapping[str, Any]]) -> Space:
         """From JSON."""
         kinds: dict[str, Any] = {kind.__name__: kind for kind in (Categorical, Whole, Real)}
-        ranges: dict[str, Any] = {"degree": None}
+        ranges: dict[str, Any] = {"degree": None}  # unlike the others, it is there by default
         for name, entry in d.items():
             args = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items() if k != "kind"}
             ranges[name] = kinds[entry["kind"]](**args)
@@ -181,12 +188,17 @@ class Space:
         train: TrainConfig | None = None,
     ) -> Trial:
         """What a point says, put over what is the same for all: tokenizer (fitted), network and training."""
+        from ..model import NetworkConfig
+        from ..train import TrainConfig
+        from ..train.population import Trial
+
         self.check(point)
         network, train = network or NetworkConfig(), train or TrainConfig()
         shape = {name: point[name] for name in point if name in NetworkConfig.names()}
         rest = {name: point[name] for name in point if name in TrainConfig.names()}
-        if "degree" in point:
-            tokenizer = _with_degree(tokenizer, int(point["degree"]))
+        tokens = {name: point[name] for name in point if name in TOKENS}
+        if tokens:
+            tokenizer = _with(tokenizer, tokens)
         return Trial(tokenizer, replace(network, **shape), replace(train, **rest))
 
     def to_point(self, trial: Trial) -> Point:
@@ -195,14 +207,14 @@ class Space:
         return {name: next(getattr(p, name) for p in places if hasattr(p, name)) for name in self.ranges}
 
 
-def _with_degree(tokenizer: Tokenizer, degree: int) -> Tokenizer:
-    """The same tokenizer at another degree. A clip factor that was searched stays: its search takes degree 1 always."""
-    if not isinstance(tokenizer, BSplineTokenizer):
+def _with(tokenizer: Tokenizer, changes: Mapping[str, Any]) -> Tokenizer:
+    """The same with other choices. A clip factor that was searched stays: its search takes degree 1 always."""
+    if not tokenizer.adaptive:
         raise ValueError(
-            f"`degree` must be None in the space of {type(tokenizer).__name__}, which has none. "
+            f"`{'` and `'.join(changes)}` must be None in the space of {type(tokenizer).__name__}, which has none. "
             f"Use Space.for_tokenizer(tokenizer)."
         )
-    fresh = BSplineTokenizer(**{**tokenizer.get_params(), "degree": degree})
+    fresh = type(tokenizer)(**{**tokenizer.get_params(), **changes})
     if hasattr(tokenizer, "clip_factor_"):
-        fresh.clip_factor_ = tokenizer.clip_factor_
+        fresh.clip_factor_ = tokenizer.clip_factor_  # type: ignore[attr-defined]
     return fresh

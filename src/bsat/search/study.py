@@ -11,13 +11,12 @@ A resumed search would otherwise draw its first random points again.
 from __future__ import annotations
 
 import errno
-import math
 import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,11 +111,21 @@ class Record:
     repeats: int | None
     """the interrupted trial whose point it takes up"""
     engine: str | None
+    memory: int | None = None
+    """peak bytes on the device; None on a CPU"""
+    pack: int | None = None
+    """how many trained beside it"""
 
     @property
     def finished(self) -> bool:
         """Whether it counts: it will not be run again."""
         return self.state in ("complete", "pruned", "failed")
+
+    def better_than(self, other: Record | None) -> bool:
+        """By the validation RMSE, of whatever has one; of equals the earlier one."""
+        if self.value is None or not self.finished:
+            return False
+        return other is None or other.value is None or (self.value, self.number) < (other.value, other.number)
 
 
 @dataclass(frozen=True)
@@ -156,80 +165,120 @@ class Outcome:
         return [record for record in self.records if record.finished]
 
     def best(self, count: int = 1) -> list[Record]:
-        """The best of the trials that were trained to their own end, as Optuna counts; not of the halved ones."""
-        scored = [r for r in self.records if r.state == "complete" and r.value is not None]
+        """By the validation RMSE; those that were halved have one, too."""
+        scored = [r for r in self.finished if r.value is not None]
         return sorted(scored, key=lambda r: (r.value, r.number))[:count]
 
 
-Keep = Callable[[int, Trained], None]
-"""Called with a trial's number and its network before the study hears of it. If the process ends in between, the same
-point comes again under another number; so what is kept counts only if the study says that its trial has finished."""
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """What is searched for.
+
+    Args:
+        name: of the study: the experiment's hash, since a study must not go on under another description.
+        tokenizer: fitted; its degree is searched if the space has one.
+        trials: that finish, over all processes that worked on it. Failed ones count, interrupted ones do not.
+        space: by default the paper's for this tokenizer.
+        network, train: what is the same for all trials.
+        sampler: by default the paper's.
+        seed: of the points; that of the networks is in `train`.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    trials: int = 200
+    space: Space = None  # type: ignore[assignment]
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    sampler: Sampler = field(default_factory=Sampler)
+    seed: int = 2025
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "trials", to_whole(self.trials, "trials", 1))
+        object.__setattr__(self, "seed", to_whole(self.seed, "seed", 0))
+        if self.space is None:
+            object.__setattr__(self, "space", Space.for_tokenizer(self.tokenizer))
+        self.build(self.space.draw(self.seed))  # what cannot be built says so before anything is written
+
+    def build(self, point: Point) -> Trial:
+        """The trial at a point."""
+        return self.space.to_trial(point, self.tokenizer, self.network, self.train)
+
+    def describe(self) -> dict[str, Any]:
+        """What must stay as it is when a search goes on; for JSON."""
+        return {"space": self.space.to_dict(), "sampler": asdict(self.sampler), "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Whoever wants to hear of a search; all are called in the process that searches.
+
+    Args:
+        report: whenever something has changed.
+        lost: at the beginning, if an earlier process was interrupted, with what it lost.
+        keep: with a trial's number and its network, before the study hears of it. If the process ends in between, the
+            same point comes again under another number; so what is kept counts only once `done` tells of its trial.
+        done: with every finished trial, once the study has it; at the beginning with those of earlier processes.
+    """
+
+    report: Callable[[SearchProgress], None] | None = None
+    lost: Callable[[list[Interrupted]], None] | None = None
+    keep: Callable[[int, Trained], None] | None = None
+    done: Callable[[Record], None] | None = None
 
 
 def run_search(
     data: Data,
-    tokenizer: Tokenizer,
-    *,
+    search: Search,
     storage: os.PathLike[str] | str,
-    name: str,
-    trials: int = 200,
-    space: Space | None = None,
-    network: NetworkConfig | None = None,
-    train: TrainConfig | None = None,
+    *,
     engine: Engine | None = None,
-    sampler: Sampler | None = None,
-    seed: int = 2025,
-    report: Callable[[SearchProgress], None] | None = None,
-    lost: Callable[[list[Interrupted]], None] | None = None,
-    keep: Keep | None = None,
+    watch: Watch | None = None,
 ) -> Outcome:
-    """Search until so many trials have finished; go on with a search that is already there.
+    """Search until so many trials have finished; go on with a search that is already there. See `run_searches`."""
+    (outcome,) = run_searches(data, [search], storage, engine=engine, watches=[watch or Watch()])
+    return outcome
+
+
+def run_searches(
+    data: Data,
+    searches: Sequence[Search],
+    storage: os.PathLike[str] | str,
+    *,
+    engine: Engine | None = None,
+    watches: Sequence[Watch] | None = None,
+) -> list[Outcome]:
+    """Several searches on the same data: at once if the engine can, else one after the other.
 
     Args:
         data: the folds to train and to compare on.
-        tokenizer: fitted; its degree is searched if the space has one.
+        searches: with a name of its own each.
         storage: the SQLite file; it may hold many studies.
-        name: of the study: the experiment's hash, since a study must not go on under another description.
-        trials: that finish, over all processes that worked on it. Failed ones count, interrupted ones do not.
-        space: by default the paper's for this tokenizer.
-        network, train: what is the same for all trials.
         engine: by default `Local`.
-        sampler: by default the paper's.
-        seed: of the points; that of the networks is in `train`.
-        report: called whenever something has changed.
-        lost: called at the beginning if an earlier process was interrupted, with what it lost.
-        keep: see `Keep`.
+        watches: one for each search.
     """
-    trials = to_whole(trials, "trials", 1)
-    seed = to_whole(seed, "seed", 0)
-    space, engine, sampler = space or Space.for_tokenizer(tokenizer), engine or Local(), sampler or Sampler()
-    space.to_trial(
-        space.draw(seed), tokenizer, network, train
-    )  # what cannot be built says so before anything is written
-    path = Path(storage)
-    with _alone(path, name):
-        book = _Book(path, name, space, sampler, seed, engine.halving)
-        interrupted = book.recover("its process ended")
-        if interrupted and lost is not None:
-            lost(interrupted)
-        clock = _Clock(book, trials, report)
+    if len({search.name for search in searches}) < len(searches):
+        raise ValueError(f"`searches` must have different names; got {', '.join(s.name for s in searches)}.")
+    path, engine = Path(storage), engine or Local()
+    watches = list(watches or [Watch()] * len(searches))
+    with ExitStack() as stack:
+        desks = []
+        for search, watch in zip(searches, watches, strict=True):
+            stack.enter_context(_alone(path, search.name))
+            book = _Book(path, search, engine.halving)
+            stack.callback(book.close)
+            desks.append(_Desk(book, search, engine.name, watch))
         try:
-            desk = _Desk(book, clock, engine.name, lambda point: space.to_trial(point, tokenizer, network, train))
-            with closing(engine.run(data, desk)) as results:
-                for result in results:
-                    if isinstance(result, Trained) and keep is not None and result.history.best_epoch >= 0:
-                        keep(result.index, result)
-                    book.finish(result.index, _result(result))
-                    desk.forget(result.index)
-                    clock.count(book.record(result.index))
-                    clock.tell()
-                    _check_hope(clock, book)
+            for desk in desks:
+                desk.open()
+            with closing(engine.run(data, desks)) as results:
+                for place, result in results:
+                    desks[place].finish(result)
         except BaseException as error:
-            book.recover(f"{type(error).__name__} ended the search")
+            for desk in desks:
+                desk.book.recover(f"{type(error).__name__} ended the search")
             raise
-        finally:
-            book.close()
-        return Outcome(name, book.records(), interrupted)
+    return [Outcome(desk.search.name, desk.book.records(), desk.interrupted) for desk in desks]
 
 
 def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
@@ -241,7 +290,7 @@ def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
     backend = _open(path)
     try:
         study = optuna.load_study(study_name=name, storage=backend)
-        return [_to_record(frozen) for frozen in study.get_trials(deepcopy=False)]
+        return [to_record(frozen) for frozen in study.get_trials(deepcopy=False)]
     except KeyError:
         known = ", ".join(optuna.get_all_study_names(backend)) or "none"
         raise ValueError(f"`name` must be a study of {path}; got {name!r}. It holds: {known}.") from None
@@ -255,12 +304,10 @@ def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
 class _Book:
     """The study, and what this process writes into it."""
 
-    def __init__(
-        self, path: Path, name: str, space: Space, sampler: Sampler, seed: int, halving: Halving | None
-    ) -> None:
+    def __init__(self, path: Path, search: Search, halving: Halving | None) -> None:
         self.optuna = optuna = import_optuna()
-        self.path, self.name, self.space, self.sampler, self.seed = path, name, space, sampler, seed
-        about = {"space": space.to_dict(), "sampler": asdict(sampler), "seed": seed}
+        self.path, self.name, self.space, self.sampler = path, search.name, search.space, search.sampler
+        self.seed = search.seed
         pruner = (
             optuna.pruners.NopPruner()
             if halving is None
@@ -277,12 +324,12 @@ class _Book:
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             self.study = optuna.create_study(
-                study_name=name, storage=self.backend, direction="minimize", pruner=pruner, load_if_exists=True
+                study_name=self.name, storage=self.backend, direction="minimize", pruner=pruner, load_if_exists=True
             )
         finally:
             optuna.logging.set_verbosity(verbosity)
-        self._check(about)
-        self._id = self.backend.get_study_id_from_name(name)
+        self._check(search.describe())
+        self._id = self.backend.get_study_id_from_name(self.name)
         self.placed = 0
         """points that were drawn, repetitions not counted"""
 
@@ -299,7 +346,7 @@ class _Book:
 
     def close(self) -> None:
         """Let go of the file. Records can still be read."""
-        self._last = [_to_record(frozen) for frozen in self.study.get_trials(deepcopy=False)]
+        self._last = [to_record(frozen) for frozen in self.study.get_trials(deepcopy=False)]
         _close(self.backend)
 
     def records(self) -> list[Record]:
@@ -308,7 +355,7 @@ class _Book:
 
     def record(self, number: int) -> Record:
         """One trial."""
-        return _to_record(self.backend.get_trial(self._trial_id(number)))
+        return to_record(self.backend.get_trial(self._trial_id(number)))
 
     def _trial_id(self, number: int) -> int:
         return int(self.backend.get_trial_id_from_study_id_trial_number(self._id, number))
@@ -400,7 +447,8 @@ def _result(result: Trained | Failed) -> dict[str, Any]:
     }
 
 
-def _to_record(frozen: Any) -> Record:
+def to_record(frozen: Any) -> Record:
+    """From an Optuna trial."""
     attrs = frozen.user_attrs
     result = attrs.get(RESULT, {})
     state = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}.get(frozen.state.name)
@@ -420,6 +468,8 @@ def _to_record(frozen: Any) -> Record:
         reason=reason,
         repeats=attrs.get(REPEATS),
         engine=attrs.get(ENGINE),
+        memory=result.get("memory"),
+        pack=result.get("pack"),
     )
 
 
@@ -460,7 +510,9 @@ def _alone(path: Path, name: str) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise RuntimeError(f"study {name!r} in {path} is being searched by another process. Wait for it.") from None
+            raise BlockingIOError(
+                f"study {name!r} in {path} is being searched by another process. Wait for it."
+            ) from None
         except OSError as error:
             if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
                 raise
@@ -470,64 +522,36 @@ def _alone(path: Path, name: str) -> Iterator[None]:
 # ---------------------------------------------------------------------------------------------------------- progress
 
 
-class _Clock:
-    """Counts, for the progress."""
-
-    def __init__(self, book: _Book, trials: int, report: Callable[[SearchProgress], None] | None) -> None:
-        self.trials, self.report, self.began = trials, report, time.perf_counter()
-        self.done = self.pruned = self.failed = self.running = self.here = self.epoch = 0
-        self.best: Record | None = None
-        for frozen in book.study.get_trials(deepcopy=False):
-            record = _to_record(frozen)
-            if record.finished:
-                self.count(record)
-        self.here = 0
-
-    def count(self, record: Record) -> None:
-        """One more has finished."""
-        self.done += 1
-        self.here += 1
-        self.running = max(0, self.running - 1)
-        self.pruned += record.state == "pruned"
-        self.failed += record.state == "failed"
-        least = math.inf if self.best is None or self.best.value is None else self.best.value
-        if record.state == "complete" and record.value is not None and record.value < least:
-            self.best = record
-
-    def tell(self) -> None:
-        """Show it."""
-        if self.report is None:
-            return
-        seconds = time.perf_counter() - self.began
-        left = seconds / self.here * max(0, self.trials - self.done) if self.here else None
-        best = None if self.best is None else self.best.rmse
-        number = None if self.best is None else self.best.number
-        self.report(
-            SearchProgress(
-                self.trials, self.done, self.running, self.pruned, self.failed, best, number, seconds, left, self.epoch
-            )
-        )
-
-
 class _Desk:
-    """See `engines.Desk`."""
+    """See `engines.Desk`: the study, and the counts for the progress."""
 
-    def __init__(self, book: _Book, clock: _Clock, engine: str, build: Callable[[Point], Trial]) -> None:
-        self.book, self.clock, self.engine, self.build = book, clock, engine, build
+    def __init__(self, book: _Book, search: Search, engine: str, watch: Watch) -> None:
+        self.book, self.search, self.engine, self.watch = book, search, engine, watch
+        self.began = time.perf_counter()
+        self.done = self.pruned = self.failed = self.here = self.at = 0
+        self.best: Record | None = None
+        self.interrupted: list[Interrupted] = []
         self._asked: dict[int, Any] = {}
 
-    @property
-    def done(self) -> int:
-        return self.clock.done
+    def open(self) -> None:
+        """Take up what is there."""
+        self.interrupted = self.book.recover("its process ended")
+        if self.interrupted and self.watch.lost is not None:
+            self.watch.lost(self.interrupted)
+        for frozen in self.book.study.get_trials(deepcopy=False):
+            record = to_record(frozen)
+            if record.finished:
+                self._count(record)
+        self.here = 0
+        self.tell()
 
     def draw(self, count: int) -> list[tuple[int, Trial]]:
-        clock = self.clock
-        asked = self.book.ask(min(count, clock.trials - clock.done - len(self._asked)), self.engine)
+        asked = self.book.ask(min(count, self.search.trials - self.done - len(self._asked)), self.engine)
         self._asked |= {trial.number: trial for trial, _ in asked}
-        clock.running, clock.epoch = len(self._asked), 0
         if asked:
-            clock.tell()
-        return [(trial.number, self.build(point)) for trial, point in asked]
+            self.at = 0
+            self.tell()
+        return [(trial.number, self.search.build(point)) for trial, point in asked]
 
     def epoch(self, number: int, last: Epoch, best: float) -> bool:
         trial = self._asked[number]
@@ -535,18 +559,56 @@ class _Desk:
         return bool(trial.should_prune())
 
     def alive(self, epoch: int) -> None:
-        self.clock.epoch = epoch
-        self.clock.tell()
+        self.at = epoch
+        self.tell()
 
-    def forget(self, number: int) -> None:
-        """It has finished."""
+    def finish(self, result: Trained | Failed) -> None:
+        """A trial has come to its end."""
+        number = result.index
+        if isinstance(result, Trained) and self.watch.keep is not None and result.history.best_epoch >= 0:
+            self.watch.keep(number, result)
+        self.book.finish(number, _result(result))
         del self._asked[number]
+        self._count(self.book.record(number))
+        self.tell()
+        self._check_hope()
 
+    def _count(self, record: Record) -> None:
+        self.done += 1
+        self.here += 1
+        self.pruned += record.state == "pruned"
+        self.failed += record.state == "failed"
+        if record.better_than(self.best):
+            self.best = record
+        if self.watch.done is not None:
+            self.watch.done(record)
 
-def _check_hope(clock: _Clock, book: _Book) -> None:
-    if clock.failed >= HOPELESS and clock.failed == clock.done:
-        reasons = [r.reason for r in map(_to_record, book.study.get_trials(deepcopy=False)) if r.state == "failed"]
-        raise RuntimeError(
-            f"all of the first {clock.done} trials failed, the last with: {reasons[-1]}. They are kept; mend the cause "
-            f"and search under another name."
+    def tell(self) -> None:
+        """Show how far it is."""
+        if self.watch.report is None:
+            return
+        seconds, trials = time.perf_counter() - self.began, self.search.trials
+        self.watch.report(
+            SearchProgress(
+                trials=trials,
+                done=self.done,
+                running=len(self._asked),
+                pruned=self.pruned,
+                failed=self.failed,
+                best=None if self.best is None else self.best.rmse,
+                best_number=None if self.best is None else self.best.number,
+                seconds=seconds,
+                left=seconds / self.here * max(0, trials - self.done) if self.here else None,
+                epoch=self.at,
+            )
         )
+
+    def _check_hope(self) -> None:
+        if self.failed >= HOPELESS and self.failed == self.done:
+            reasons = [
+                r.reason for r in map(to_record, self.book.study.get_trials(deepcopy=False)) if r.state == "failed"
+            ]
+            raise RuntimeError(
+                f"all of the first {self.done} trials failed, the last with: {reasons[-1]}. They are kept; mend the "
+                f"cause and search under another name."
+            )

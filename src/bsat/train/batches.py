@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from .. import nvrtc
 from ..data.windows import Windows
 from ..model import Network
-from ..tokens import BSplineTokens, Tokenizer, Tokens
+from ..tokens import BSplineTokenizer, BSplineTokens, Tokenizer, Tokens
+from .settings import TrainConfig
 
 CHUNK = 4096
 """Windows tokenized at once when all are."""
+KEPT_TOKENS = 512 * 2**20
+"""Bytes of tokens that a training on its own keeps."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,22 @@ def tokenize(tokenizer: Tokenizer, past: Tensor, *, gaps: bool) -> Tokens:
     """Tokens of windows (B, L); with `gaps`, samples that are NaN are missing."""
     missing = torch.isnan(past) if gaps else None
     return tokenizer.transform(past, mask=missing if missing is not None and bool(missing.any()) else None)
+
+
+def fit_tokenizer(tokenizer: Tokenizer, windows: Windows) -> Tokenizer:
+    """A copy, fitted to the train fold if it asks for it: windows 100 samples apart."""
+    tokenizer = copy.deepcopy(tokenizer)
+    if isinstance(tokenizer, BSplineTokenizer) and not tokenizer.__sklearn_is_fitted__():
+        every = torch.arange(0, len(windows), 100, device=windows.starts.device)
+        some = windows.past(every[torch.linspace(0, len(every) - 1, min(len(every), 2000)).long()])
+        some = some[~torch.isnan(some).any(1)]
+        if len(some) == 0:
+            raise ValueError(
+                "`clip_factor` = 'auto' needs windows without missing samples to search on, and the train fold has "
+                "none. Give a number, e.g. 0.62."
+            )
+        tokenizer.fit(some.cpu())
+    return tokenizer
 
 
 def make_inputs(network: Network, tokens: Tokens, past: Tensor | None) -> Inputs:
@@ -108,6 +129,17 @@ class TokenBatches:
     def targets(self, index: Any) -> Tensor:
         """(B, H); NaN where missing."""
         return self.windows.future(index)
+
+
+def keeps_tokens(
+    tokenizer: Tokenizer, network: Network, config: TrainConfig, train_windows: Windows, val_windows: Windows
+) -> bool:
+    """Whether a training had better make all tokens at its beginning."""
+    if nvrtc.serves(train_windows.series.device):  # there tokens are made faster than they are fetched
+        return False
+    every = config.epoch_windows is None or len(train_windows) <= config.epoch_windows
+    size = bytes_per_window(tokenizer, network, train_windows.lookback) * (len(train_windows) + len(val_windows))
+    return tokenizer.adaptive and every and size <= KEPT_TOKENS
 
 
 def bytes_per_window(tokenizer: Tokenizer, network: Network, lookback: int) -> int:

@@ -29,9 +29,10 @@ from .settings import Epoch, History, TrainConfig, draw_order, epoch_seed, epoch
 REPORT_EVERY = 8
 """Steps on a GPU, which must wait for its loss to be read."""
 
-Report = Callable[[int, int, float, "Epoch | None"], None]
+Report = Callable[[int, int, float, "Epoch | None"], "bool | None"]
 """Called after every step (on a GPU every few, or none), and after every epoch, with epoch, step, mean loss so far, and
-the last whole epoch. While steps are captured, the network itself has its new weights only after the training."""
+the last whole epoch. While steps are captured, the network itself has its new weights only after the training. True
+after an epoch ends the training there, if it has not come to its own end: it is "halved"."""
 
 
 def train(
@@ -87,8 +88,10 @@ def train(
                 history.epochs.append(done)
                 if history.best_epoch < 0 or done.val_scaled_rmse < history.best.val_scaled_rmse:
                     history.best_epoch, best = epoch, engine.weights()
-                if report is not None:
-                    report(epoch, steps, loss, done)
+                halved = report is not None and report(epoch, steps, loss, done)
+                if halved and not finished(history, config):
+                    history.stopped = "halved"
+                    break
                 if checkpoint is not None and optimizer is not None:
                     engine.write_back()
                     checkpoint.save(network, optimizer, best, history.to_dict())

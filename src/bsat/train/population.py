@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -121,6 +121,7 @@ def train_population(
     *,
     deviation: Tensor,
     halving: Halving | None = None,
+    rivals: Sequence[Hashable] | None = None,
     memory: int | None = None,
     report: Callable[[Progress], None] | None = None,
 ) -> Iterator[Trained]:
@@ -131,6 +132,7 @@ def train_population(
         train_windows, val_windows: of the folds, on the device to train on.
         deviation: (R,) float64, the scaling of the rows, for scores in the data's unit.
         halving: end the worse ones early.
+        rivals: a name for each trial; at a rung, only trials of one name are compared. By default all are.
         memory: bytes of device memory that a pack may take; by default most of what is free.
         report: called after every epoch of a pack.
     """
@@ -138,6 +140,8 @@ def train_population(
         raise ValueError("`trials` must hold at least one trial; got none.")
     if any(trial.train.deterministic for trial in trials):
         raise ValueError("`deterministic` must be False in a population, which has no slow steps; train it alone.")
+    if rivals is not None and len(rivals) != len(trials):
+        raise ValueError(f"`rivals` must name a group for each of the {len(trials)} trials; got {len(rivals)}.")
     members, groups = _gather(trials, train_windows, val_windows)
     rungs = sorted({r for t in trials for r in halving.rungs(t.train.max_epochs)}) if halving is not None else []
     progress = Progress(len(trials))
@@ -160,8 +164,11 @@ def train_population(
                 yield from note(done)
             run.rest()
         if rung is not None and halving is not None:
-            marks = {m.index: m.history.best.val_scaled_rmse for run in packs for m in run.members}
-            survivors = halving.survivors(marks)
+            marks: dict[Hashable, dict[int, float]] = {}
+            for member in (m for run in packs for m in run.members):
+                rival = None if rivals is None else rivals[member.index]
+                marks.setdefault(rival, {})[member.index] = member.history.best.val_scaled_rmse
+            survivors = set().union(*(halving.survivors(some) for some in marks.values()))
             for run in packs:
                 yield from note(run.drop([m for m in run.members if m.index not in survivors], "halved"))
         packs = [run for run in packs if run.members]

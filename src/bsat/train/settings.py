@@ -81,7 +81,7 @@ class History:
     epochs: list[Epoch] = field(default_factory=list)
     best_epoch: int = -1
     stopped: str = ""
-    """"patience", "max_epochs", "interrupted", "diverged", or "halved" in a population"""
+    """"patience", "max_epochs", "interrupted", "diverged", or "halved" by who watches"""
 
     @property
     def best(self) -> Epoch:

@@ -1,0 +1,364 @@
+"""Experiments, run: search, select by the validation fold, score what was selected on the test fold once.
+
+A store that runs are written to also holds what a search needs to go on: `studies.db` (Optuna's) and `weights/` (of the
+runs that may yet be selected; they go when they have been scored). Neither is needed to make tables or figures.
+
+The study is the truth while a search runs. The store follows it: whatever the study has finished and the store does not
+have, it gets when the search goes on. So a process may be killed at any moment.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from ..atomic import replacing
+from ..data import catalog
+from ..data.folds import fold_edges
+from ..data.frames import to_panel
+from ..data.windows import Split, split_windows
+from ..model import NetworkConfig, build_network
+from ..search import (
+    Data,
+    Engine,
+    Interrupted,
+    Local,
+    Population,
+    Ray,
+    Record,
+    Search,
+    SearchProgress,
+    Watch,
+    run_searches,
+)
+from ..tokens import Tokenizer
+from ..train import TokenBatches, TrainConfig, evaluate
+from ..train.batches import fit_tokenizer
+from ..train.device import find_device
+from ..train.population import Halving, Trained, Trial
+from .models import MODELS
+from .protocol import Experiment, Protocol
+from .runs import Run, Store, read, select
+
+ENGINES = ("optuna", "population", "ray")
+STUDIES, WEIGHTS, CLUSTER = "studies.db", "weights", "ray"
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a run of experiments stands."""
+
+    experiment: Experiment
+    seed: int
+    progress: SearchProgress
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Whoever wants to hear of it.
+
+    Args:
+        begin: with the experiments and seeds that are searched next, together.
+        step: whenever a search has changed.
+        lost: with what an interrupted process had in flight.
+        scored: with an experiment, and how many of its runs were scored on the test fold.
+    """
+
+    begin: Callable[[list[tuple[Experiment, int]]], None] | None = None
+    step: Callable[[Step], None] | None = None
+    lost: Callable[[Experiment, int, list[Interrupted]], None] | None = None
+    scored: Callable[[Experiment, int], None] | None = None
+
+
+def make_engine(
+    name: str, protocol: Protocol, *, at_once: int | None = None, address: str | None = None
+) -> Engine | Ray:
+    """An engine that halves as the protocol says."""
+    halving = None if protocol.grace is None else Halving(protocol.grace, protocol.reduction)
+    if name == "optuna":
+        return Local(at_once or 1, halving)
+    if name == "population":
+        return Population(halving=halving)
+    if name == "ray":
+        return Ray(address, at_once or 5, halving)
+    raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {name!r}. Choose one of them.")
+
+
+def run_experiments(
+    experiments: Sequence[Experiment],
+    folder: os.PathLike[str] | str,
+    *,
+    engine: Engine | Ray | None = None,
+    device: str = "auto",
+    spread: bool = False,
+    watcher: Watcher | None = None,
+) -> Path:
+    """Run what is not in the store yet, in the order given; returns the store's folder.
+
+    Args:
+        experiments: of one protocol.
+        folder: of the store.
+        engine: see `make_engine`; by default one trial after another.
+        device: "auto", "cpu" or "cuda".
+        spread: score all runs of a search on the test fold once it has selected, for the heatmap of spreads.
+        watcher: who wants to hear of it.
+    """
+    if not experiments:
+        raise ValueError("`experiments` must hold at least one; got none.")
+    where = find_device(device)
+    protocol = experiments[0].protocol
+    with Store(folder, protocol) as store:
+        for other in experiments:
+            store.check(other)
+        laboratory = _Laboratory(store, engine or Local(), where, spread, watcher or Watcher())
+        for _, group in groupby(experiments, key=laboratory.kin):
+            laboratory.run(list(group))
+    return Path(folder)
+
+
+class _Laboratory:
+    """A store, open, and what it takes to fill it."""
+
+    def __init__(
+        self, store: Store, engine: Engine | Ray, device: torch.device, spread: bool, watcher: Watcher
+    ) -> None:
+        self.store, self.engine, self.device, self.spread, self.watcher = store, engine, device, spread, watcher
+        self.weights = _Weights(store.folder / WEIGHTS)
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        runs = read(store.folder, curves=False)
+        columns = [runs[name] for name in ("dataset", "model", "tokens", "encoding", "seed", "trial")]
+        self.stored = set(zip(*columns, strict=True))
+        self._split = cache(self._load)
+
+    def kin(self, experiment: Experiment) -> tuple[Any, ...]:
+        """Experiments with the same one, next to each other, are searched together by an engine that can."""
+        e = experiment
+        if not isinstance(self.engine, Population):
+            return (e,)
+        return e.dataset, e.tokens, e.encoding, e.trials, MODELS[e.model].kin
+
+    def _load(self, dataset: str) -> Split:
+        protocol = self.store.protocol
+        panel = to_panel(catalog.load(dataset), freq=catalog.find_dataset(dataset).freq)
+        return split_windows(
+            panel,
+            fold_edges(panel.lengths),
+            lookback=protocol.lookback,
+            horizon=protocol.horizon,
+            least=protocol.lookback,  # no dataset of the catalog has gaps
+            device=self.device,
+        )
+
+    def data(self, dataset: str) -> Data:
+        """Without the test fold."""
+        split = self._split(dataset)
+        return Data(split.train, split.val, *self.scaling(dataset))
+
+    def scaling(self, dataset: str) -> tuple[Tensor, Tensor]:
+        """Mean and deviation, on the device."""
+        split = self._split(dataset)
+        return torch.from_numpy(split.mean).to(self.device), torch.from_numpy(split.deviation).to(self.device)
+
+    # ---- searching
+
+    def run(self, experiments: list[Experiment]) -> None:
+        """Search them, select, and score."""
+        open_ = [(e, seed) for e in experiments for seed in self.store.protocol.seeds if not self._whole(e, seed)]
+        if open_:
+            if self.watcher.begin is not None:
+                self.watcher.begin(open_)
+            tokenizers = {e: self._tokenizer(e) for e, _ in open_}
+            searches = [self._search(e, seed, tokenizers[e]) for e, seed in open_]
+            watches = [self._watch(e, seed) for e, seed in open_]
+            self._go(experiments[0].dataset, searches, watches)
+        for experiment in experiments:
+            self._score(experiment)
+
+    def _go(self, dataset: str, searches: list[Search], watches: list[Watch]) -> None:
+        data = self.data(dataset)
+        if isinstance(self.engine, Ray):
+            from ..search.cluster import run_on_ray
+
+            for search, watch in zip(searches, watches, strict=True):
+                run_on_ray(data, search, self.engine, folder=self.store.folder / CLUSTER, watch=watch)
+        else:
+            run_searches(data, searches, self.store.folder / STUDIES, engine=self.engine, watches=watches)
+
+    def _whole(self, experiment: Experiment, seed: int) -> bool:
+        """Whether the store has all trials of a search."""
+        cell = tuple(experiment.cell.values())
+        return sum(key[:5] == (*cell, seed) for key in self.stored) >= experiment.trials
+
+    def _tokenizer(self, experiment: Experiment) -> Tokenizer:
+        tokenizer = MODELS[experiment.model].make_tokenizer(experiment.tokens)
+        return fit_tokenizer(tokenizer, self._split(experiment.dataset).train)
+
+    def _search(self, experiment: Experiment, seed: int, tokenizer: Tokenizer) -> Search:
+        model, protocol = MODELS[experiment.model], self.store.protocol
+        return Search(
+            name=f"{'-'.join(map(str, experiment.cell.values()))}-{seed}-{experiment.study}",
+            tokenizer=tokenizer,
+            trials=experiment.trials,
+            space=model.space(protocol.space),
+            network=NetworkConfig(encoding=experiment.encoding, **model.network),
+            train=TrainConfig(max_epochs=protocol.max_epochs, seed=seed),
+            seed=seed,
+        )
+
+    def _watch(self, experiment: Experiment, seed: int) -> Watch:
+        watcher, kept = self.watcher, _Kept(self, experiment, seed)
+
+        def report(progress: SearchProgress) -> None:
+            if watcher.step is not None:
+                watcher.step(Step(experiment, seed, progress))
+
+        def lost(items: list[Interrupted]) -> None:
+            if watcher.lost is not None:
+                watcher.lost(experiment, seed, items)
+
+        def done(record: Record) -> None:
+            key = (*experiment.cell.values(), seed, record.number)
+            if key not in self.stored:
+                self.store.add(self._run_of(experiment, seed, record))
+                self.stored.add(key)
+            kept.done(record)
+
+        return Watch(report=report, lost=lost, keep=kept.keep, done=done)
+
+    def _run_of(self, experiment: Experiment, seed: int, record: Record) -> Run:
+        shared: dict[str, Any] = {
+            "experiment": experiment,
+            "seed": seed,
+            "trial": record.number,
+            "configuration": record.point,
+            "seconds": record.seconds,
+            "memory": record.memory,
+            "pack": record.pack,
+            "device": self.device_name,
+            "engine": record.engine or self.engine.name,
+        }
+        if record.history is None or record.state == "failed":
+            return Run(status="failed", reason=record.reason or "failed", **shared)
+        return Run.from_history(record.history, **shared)
+
+    # ---- scoring
+
+    def _score(self, experiment: Experiment) -> None:
+        """Only now the test fold is looked at."""
+        runs = read(self.store.folder, curves=False)
+        for name, value in experiment.cell.items():
+            runs = runs[runs[name] == value]
+        chosen = select(runs, self.store.protocol.selection)
+        count = self._score_runs(experiment, chosen.to_dict("records"), "selected")
+        if self.spread:
+            rest = select(runs, len(runs))
+            count += self._score_runs(
+                experiment, rest[rest["rank"] > self.store.protocol.selection].to_dict("records"), "spread"
+            )
+        for seed in self.store.protocol.seeds:
+            self.weights.clear(experiment, seed)
+        if count and self.watcher.scored is not None:
+            self.watcher.scored(experiment, count)
+
+    def _score_runs(self, experiment: Experiment, runs: list[Any], why: str) -> int:
+        """Those that have no scores yet; tables say how many could not be tested, for want of their weights."""
+        tokenizer, count = self._tokenizer(experiment), 0
+        for run in runs:
+            seed, trial = int(run["seed"]), int(run["trial"])
+            if not math.isnan(run["test_rmse"]):
+                continue
+            state = self.weights.load(experiment, seed, trial)
+            if state is not None:
+                built = self._search(experiment, seed, tokenizer).build(run["configuration"])
+                self.store.add_test(experiment, seed, trial, self._test(experiment.dataset, built, state), why)
+                count += 1
+        return count
+
+    def _test(self, dataset: str, trial: Trial, state: dict[str, Tensor]) -> dict[str, float]:
+        split, protocol = self._split(dataset), self.store.protocol
+        network = build_network(trial.network, trial.tokenizer, lookback=protocol.lookback, horizon=protocol.horizon)
+        network.load_state_dict(state, strict=False)
+        network.to(self.device)
+        batches = TokenBatches(split.test, trial.tokenizer, network, keep=False)
+        scores = evaluate(network, batches, *self.scaling(dataset)).to_dict()
+        return {name: scores[name] for name in ("rmse", "mae", "mse", "smape")} | self._rates(split, trial.tokenizer)
+
+    def _rates(self, split: Split, tokenizer: Tokenizer) -> dict[str, float]:
+        """How often the tokens of the test fold needed help: the share of windows with a ridge, or a clipped one."""
+        if not tokenizer.adaptive:
+            return {}
+        fallback = clipped = 0
+        most: float | None = tokenizer.max_coefficient  # type: ignore[attr-defined]
+        for start in range(0, len(split.test), 4096):
+            tokens = tokenizer.transform(split.test.past(slice(start, start + 4096)))
+            fallback += int(tokens.fallback.sum())  # type: ignore[attr-defined]
+            if most is not None:
+                clipped += int((tokens.coefficients.abs() >= most).any(1).sum())  # type: ignore[attr-defined]
+        return {"fallback": fallback / len(split.test), "clipped": clipped / len(split.test)}
+
+
+# ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+class _Weights:
+    """Of the runs that may yet be scored: a file each, by experiment, seed and trial."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def path(self, experiment: Experiment, seed: int, trial: int) -> Path:
+        return self.folder / f"{experiment.study}-{seed}-{trial}.safetensors"
+
+    def save(self, experiment: Experiment, seed: int, trial: int, state: dict[str, Tensor]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with replacing(self.path(experiment, seed, trial)) as temporary:
+            save_file({name: a.contiguous() for name, a in state.items()}, temporary)
+
+    def load(self, experiment: Experiment, seed: int, trial: int) -> dict[str, Tensor] | None:
+        path = self.path(experiment, seed, trial)
+        return load_file(path) if path.is_file() else None
+
+    def drop(self, experiment: Experiment, seed: int, trial: int) -> None:
+        self.path(experiment, seed, trial).unlink(missing_ok=True)
+
+    def clear(self, experiment: Experiment, seed: int) -> None:
+        for path in self.folder.glob(f"{experiment.study}-{seed}-*.safetensors"):
+            path.unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()  # if it is empty
+
+
+class _Kept:
+    """Which weights of a search stay on the disk: those of its best so far, or of all if all will be scored."""
+
+    def __init__(self, laboratory: _Laboratory, experiment: Experiment, seed: int) -> None:
+        self.laboratory, self.experiment, self.seed = laboratory, experiment, seed
+        self.best: list[tuple[float, int]] = []
+
+    def keep(self, number: int, trained: Trained) -> None:
+        if self.laboratory.spread or self._place(trained.rmse, number):
+            self.laboratory.weights.save(self.experiment, self.seed, number, trained.state)
+
+    def _place(self, rmse: float, number: int) -> bool:
+        most = self.laboratory.store.protocol.selection
+        return len(self.best) < most or (rmse, number) < self.best[-1]
+
+    def done(self, record: Record) -> None:
+        if record.rmse is None or not self._place(record.rmse, record.number):
+            return
+        self.best = sorted([*self.best, (record.rmse, record.number)])
+        for _, number in self.best[self.laboratory.store.protocol.selection :]:
+            if not self.laboratory.spread:
+                self.laboratory.weights.drop(self.experiment, self.seed, number)
+        del self.best[self.laboratory.store.protocol.selection :]

@@ -1,0 +1,289 @@
+"""Experiments, run: what is searched, selected, scored and stored."""
+
+import errno
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tiny_lab import POPULATION, PROTOCOL, experiment, make_tiny
+
+from bsat.lab import Experiment, Protocol, StoreError, read, runner, select
+from bsat.lab.models import MODELS
+from bsat.lab.runner import Watcher, make_engine, run_experiments
+from bsat.search import Local, Population, Ray, read_records
+from bsat.train.population import Halving
+
+LOCAL = Local(halving=Halving(1, 2))
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    make_tiny(monkeypatch.setitem, monkeypatch.setattr)
+
+
+def run(folder, experiments=None, engine=POPULATION, **choices):
+    return run_experiments(experiments or [experiment()], folder, engine=engine, device="cpu", **choices)
+
+
+@pytest.mark.parametrize("engine", [LOCAL, POPULATION], ids=["optuna", "population"])
+def test_a_cell_from_search_to_score(tmp_path, engine):
+    run(tmp_path, engine=engine)
+    runs = read(tmp_path)
+    assert len(runs) == 8
+    assert set(runs["status"]) == {"finished", "halved"}
+    assert set(runs["engine"]) == {engine.name}
+    tested = runs[runs["test_rmse"].notna()]
+    chosen = select(runs, 2)
+    keys = ["seed", "trial"]
+    assert sorted(map(tuple, tested[keys].to_numpy())) == sorted(map(tuple, chosen[keys].to_numpy()))
+    assert set(tested["why"]) == {"selected"}
+    assert len(tested) == 4
+    assert np.allclose(tested["test_mse"], tested["test_rmse"] ** 2)
+    assert (tested["test_fallback"] >= 0).all()
+    for row in runs.to_dict("records"):
+        assert row["val_rmse"] == pytest.approx(min(row["curve"]["val_rmse"]), rel=1e-5)
+        assert len(row["bases"]) == len(row["curve"]["loss"])
+        assert len(row["bases"][0]) == row["configuration"]["n_layers"]
+    assert not (tmp_path / "weights").exists()
+
+
+def test_every_model_and_encoding_in_one_store(tmp_path):
+    one = replace(PROTOCOL, seeds=(1,))
+    cells = [experiment(m, "lpe", 2, protocol=one) for m in MODELS]
+    cells += [experiment("bsat", e, 2, protocol=one) for e in ("f-rope", "l-rope", "f-rope+lpe")]
+    run(tmp_path, cells)
+    runs = read(tmp_path)
+    assert len(runs) == 2 * len(cells)
+    assert runs["test_rmse"].notna().all()
+    spline = runs[runs["model"] == "bsat-spline"]
+    assert all({"feature", "norm", "degree"} <= set(c) for c in spline["configuration"])
+    assert not any("degree" in c for c in runs[runs["model"] == "uds"]["configuration"])
+
+
+def test_engines_agree_on_the_test_score_of_a_network(tmp_path):
+    """The first points are the same; of the same point comes the same network, and it is scored alike."""
+    whole = replace(PROTOCOL, seeds=(1,), grace=None, selection=4)
+    for name, engine in (("a", Local(halving=None)), ("b", Population(startup=4, halving=None))):
+        run(tmp_path / name, [experiment(trials=3, protocol=whole)], engine)
+    a, b = (read(tmp_path / name) for name in "ab")
+    assert list(a["configuration"]) == list(b["configuration"])
+    assert np.allclose(a["test_rmse"], b["test_rmse"], rtol=0.02)
+    assert np.allclose(a["val_rmse"], b["val_rmse"], rtol=0.02)
+
+
+def test_the_test_fold_is_not_read_before_the_search_has_ended(tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(runner, "evaluate", lambda *a: seen.append("test") or pytest.fail("too early"))
+    monkeypatch.setattr(runner._Laboratory, "_score", lambda self, e: None)
+    run(tmp_path)
+    assert not seen
+    assert read(tmp_path)["test_rmse"].isna().all()
+
+
+def test_again_nothing_is_trained_or_scored(tmp_path, monkeypatch):
+    run(tmp_path)
+    before = {p: p.read_bytes() for p in tmp_path.glob("*.jsonl")}
+    monkeypatch.setattr(runner, "run_searches", lambda *a, **k: pytest.fail("it searched again"))
+    run(tmp_path)
+    (tmp_path / "studies.db").unlink()  # the store is enough
+    run(tmp_path)
+    assert {p: p.read_bytes() for p in tmp_path.glob("*.jsonl")} == before
+
+
+def test_a_search_taken_further_keeps_what_it_has(tmp_path):
+    run(tmp_path, [experiment(trials=3)])
+    first = read(tmp_path)
+    run(tmp_path, [experiment(trials=6)])
+    runs = read(tmp_path)
+    assert len(runs) == 12
+    again = runs.merge(first, on=["seed", "trial"], suffixes=("", "_first"))
+    assert len(again) == 6
+    assert list(again["written"]) == list(again["written_first"])
+    assert select(runs, 2)["test_rmse"].notna().all()
+
+
+def test_spread_scores_all_after_the_selected(tmp_path):
+    run(tmp_path, spread=True)
+    runs = read(tmp_path)
+    assert runs["test_rmse"].notna().all()
+    assert dict(runs["why"].value_counts()) == {"selected": 4, "spread": 4}
+    chosen = select(runs, 2)
+    assert set(chosen["why"]) == {"selected"}
+
+
+def test_what_the_study_has_and_the_store_lacks_is_written_later(tmp_path, monkeypatch):
+    """A process that ends between the two."""
+    add, count = runner.Store.add, 0
+
+    def once(self, run):
+        nonlocal count
+        count += 1
+        if count == 3:
+            raise KeyboardInterrupt
+        add(self, run)
+
+    monkeypatch.setattr(runner.Store, "add", once)
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path)
+    monkeypatch.setattr(runner.Store, "add", add)
+    assert len(read(tmp_path)) == 2
+    run(tmp_path)
+    runs = read(tmp_path)
+    assert len(runs) == 8
+    assert select(runs, 2)["test_rmse"].notna().all()
+
+
+def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
+    write, full = os.write, False
+
+    def limited(handle, line):
+        if full and b'"kind":"trial"' in line:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(handle, line)
+
+    monkeypatch.setattr(os, "write", limited)
+    run(tmp_path, [experiment("uds", trials=2)])
+    full = True
+    with pytest.raises(StoreError, match=r"could not be written.*No space left.*What was there before is whole"):
+        run(tmp_path, [experiment("bsat", trials=2)])
+    full = False
+    assert len(read(tmp_path)) == 4
+    run(tmp_path, [experiment("bsat", trials=2)])
+    runs = read(tmp_path)
+    assert len(runs) == 8
+    assert select(runs, 2)["test_rmse"].notna().all()
+
+
+def test_a_failed_trial_is_stored_with_its_reason(tmp_path, monkeypatch):
+    from bsat.search import engines
+
+    alone = engines.train_alone
+
+    def sometimes(number, *rest):
+        if number == 1:
+            raise MemoryError("no room")
+        return alone(number, *rest)
+
+    monkeypatch.setattr(engines, "train_alone", sometimes)
+    run(tmp_path, [experiment(trials=3)], LOCAL)
+    runs = read(tmp_path)
+    failed = runs[runs["status"] == "failed"]
+    assert list(failed["reason"]) == ["MemoryError: no room"] * 2
+    assert failed["test_rmse"].isna().all()
+
+
+def test_a_store_of_another_protocol_is_refused_before_anything_runs(tmp_path, monkeypatch):
+    run(tmp_path, [experiment(trials=2)])
+    monkeypatch.setattr(runner, "run_searches", lambda *a, **k: pytest.fail("it searched"))
+    other = experiment(protocol=replace(PROTOCOL, horizon=7))
+    with pytest.raises(StoreError, match="horizon 6 instead of 7"):
+        run(tmp_path, [other])
+    with pytest.raises(StoreError, match="must share its protocol"):
+        run(tmp_path / "new", [experiment(), other])
+    assert len(read(tmp_path)) == 4
+
+
+def test_engines_by_name():
+    protocol = Protocol()
+    assert make_engine("optuna", protocol) == Local()
+    assert make_engine("population", protocol) == Population()
+    assert make_engine("ray", protocol, address="auto") == Ray("auto", 5)
+    assert make_engine("optuna", replace(protocol, grace=None), at_once=3) == Local(3, None)
+    with pytest.raises(ValueError, match="`engine` must be one of optuna, population, ray; got 'slurm'"):
+        make_engine("slurm", protocol)
+
+
+def test_kin_are_searched_together_and_others_are_not(tmp_path):
+    begun = []
+    one = replace(PROTOCOL, seeds=(1,))
+    cells = [experiment(m, "lpe", 1, protocol=one) for m in ("bsat", "bsat-safe", "uds")]
+    run(tmp_path, cells, watcher=Watcher(begin=lambda some: begun.append([e.model for e, _ in some])))
+    assert begun == [["bsat", "bsat-safe"], ["uds"]]
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+CODE = (
+    "import sys; sys.path[:0] = {paths!r}; import tiny_lab; tiny_lab.run_to_be_killed({folder!r}, {engine!r}, {trials})"
+)
+KILLS = 10
+
+
+@pytest.mark.parametrize("engine", ["optuna", "population"])
+def test_killed_at_any_moment(tmp_path, engine):
+    """Ten kills for each engine, twenty in all. Three of four come while trials train."""
+    folder, notes, trials = tmp_path / "runs", tmp_path / "notes.jsonl", 12
+    code = CODE.format(paths=[str(Path(__file__).parent)], folder=str(folder), engine=engine, trials=trials)
+    rng = random.Random(f"kills of {engine}")
+
+    def heard():
+        return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+
+    def start():
+        return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.PIPE)
+
+    kills = 0
+    while kills < KILLS:
+        before = len(heard())
+        process = start()
+        if kills % 4:
+            while process.poll() is None and not any("working" in n for n in heard()[before:]):
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, 0.6))
+        else:
+            time.sleep(rng.uniform(1, 4))
+        if process.poll() is not None:
+            assert process.returncode == 0, process.stderr.read().decode()
+            trials += 6  # it was done before its time: more to do
+            code = CODE.format(paths=[str(Path(__file__).parent)], folder=str(folder), engine=engine, trials=trials)
+            continue
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        kills += 1
+    process = start()
+    _, error = process.communicate(timeout=300)
+    assert process.returncode == 0, error.decode()
+
+    runs = read(folder)
+    counts = runs.groupby("seed")["trial"].agg(["size", "nunique"])
+    assert set(counts["size"]) == set(counts["nunique"]) == {trials}
+    said = heard()
+    # None ran twice: of every point, one training came to its end, but for those that were killed right then.
+    trained = [(n["seed"], json.dumps(n["point"], sort_keys=True)) for n in said if "trained" in n]
+    stored = {(s, json.dumps(c, sort_keys=True)) for s, c in zip(runs["seed"], runs["configuration"], strict=True)}
+    assert stored <= set(trained)
+    assert len(trained) - len(set(trained)) <= kills
+    finished = [(n["seed"], n["trained"]) for n in said if "trained" in n]
+    assert len(set(finished)) == len(finished)
+    lost = [number for n in said for number in n.get("lost", [])]
+    assert lost, "no kill hit a trial in flight"
+    for seed in PROTOCOL.seeds:
+        name = f"solar-bsat-6-l-rope+lpe-{seed}-{experiment(trials=trials).study}"
+        study = [r for r in read_records(folder / "studies.db", name) if r.finished]
+        mine = runs[runs["seed"] == seed]
+        assert {r.number for r in study} == set(mine["trial"])
+        best = min((r for r in study if r.value is not None), key=lambda r: (r.value, r.number))
+        assert best.number == select(mine, 1)["trial"].item()
+        assert math.isclose(best.rmse, mine["val_rmse"].min())
+    assert select(runs, 2)["test_rmse"].notna().all()
+    assert not list(folder.glob("weights/*"))
+
+
+def test_unknown_names():
+    for words, message in (
+        ({"dataset": "etth2"}, "Did you mean etth1"),
+        ({"model": "informer"}, "`model` must be one of"),
+        ({"encoding": "alibi"}, "`encoding` must be one of"),
+        ({"tokens": 9999}, "`tokens` must be fewer than the lookback"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            Experiment(**{"dataset": "etth1", **words})

@@ -1,0 +1,83 @@
+"""Experiments that take seconds: tiny networks, short windows, few samples."""
+
+import os
+
+from bsat.data import catalog
+from bsat.lab import Experiment, Protocol
+from bsat.lab.models import SPACES
+from bsat.search import Categorical, Population, Real, Space, Whole
+from bsat.train.population import Halving
+
+SPACE = Space(
+    n_layers=Whole(1, 2),
+    d_model=Categorical((8,)),
+    n_heads=Categorical((2,)),
+    ff_factor=Categorical((1, 2)),
+    dropout=Real(0.0, 0.2),
+    ff_dropout=Real(0.0, 0.2),
+    attention_dropout=Real(0.0, 0.2),
+    learning_rate=Real(1e-4, 3e-2, log=True),
+    weight_decay=Real(1e-6, 1e-2, log=True),
+    degree=Whole(1, 3),
+)
+PROTOCOL = Protocol(horizon=6, lookback=24, seeds=(1, 2), max_epochs=3, grace=1, reduction=2, selection=2)
+POPULATION = Population(startup=4, generation=3, halving=Halving(1, 2))
+
+
+def experiment(model="bsat", encoding="l-rope+lpe", trials=4, tokens=6, protocol=PROTOCOL):
+    return Experiment("solar", model, tokens, encoding, trials, protocol)
+
+
+def make_tiny(setitem, setattr_):
+    """The catalog's solar series becomes 500 samples of its summer, and the paper's space a tiny one."""
+    load = catalog.load
+    setitem(SPACES, "paper", SPACE)
+    setattr_(catalog, "load", lambda name, **_: load(name).iloc[4000:4500].reset_index(drop=True))
+
+
+def run_to_be_killed(folder, engine, trials):
+    """In a process of its own. Notes when a search begins to train, and every training that comes to its end."""
+    import json
+    import time
+    from pathlib import Path
+
+    import torch
+
+    from bsat.lab import runner
+    from bsat.search import Local
+
+    torch.set_num_threads(1)
+    os.environ["BSAT_THREADS"] = "1"
+    make_tiny(dict.__setitem__, setattr)
+    notes = (Path(folder).parent / "notes.jsonl").open("a", buffering=1)
+
+    def note(**what):
+        print(json.dumps({**what, "time": time.time()}), file=notes)
+
+    keep = runner._Kept.keep
+
+    def keep_and_note(self, number, trained):
+        keep(self, number, trained)
+        note(trained=number, point={k: v for k, v in SPACE.to_point(trained.trial).items()}, seed=self.seed)
+
+    runner._Kept.keep = keep_and_note
+    quiet = True
+
+    def step(now):
+        nonlocal quiet
+        if quiet and now.progress.running:
+            quiet = False
+            note(working=True)
+
+    def lost(experiment, seed, items):
+        note(lost=[item.number for item in items], seed=seed)
+
+    note(begin=True)
+    runner.run_experiments(
+        [experiment(trials=trials)],
+        folder,
+        engine=POPULATION if engine == "population" else Local(halving=Halving(1, 2)),
+        device="cpu",
+        watcher=runner.Watcher(step=step, lost=lost),
+    )
+    note(end=True)
