@@ -198,6 +198,66 @@ def fit(
 
 
 @app.command()
+def tune(
+    ctx: typer.Context,
+    file: Annotated[
+        Path, typer.Argument(metavar="DATASET|FILE", help="A dataset's name, or a table.", show_default=False)
+    ],
+    folder: Annotated[Path, typer.Option("--out", help="The folder of the search and the model.", show_default=False)],
+    trials: Annotated[int, typer.Option(help="How many configurations to try.")] = 50,
+    horizon: Horizon = 192,
+    lookback: Lookback = 720,
+    tokenizer: TokenizerName = "bsat",
+    tokens: TokenCount = None,
+    encoding: Encoding = "l-rope+lpe",
+    head: Head = "flatten",
+    epochs: Epochs = 100,
+    seed: Seed = 2025,
+    gaps: Gaps = "error",
+    freq: Freq = None,
+    id_col: IdCol = None,
+    time_col: TimeCol = None,
+    target_col: TargetCol = None,
+    drop_short: DropShort = False,
+    engine: EngineName = "optuna",
+    at_once: AtOnce = None,
+    address: Address = None,
+    device: Device = "auto",
+    json_: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Search for hyperparameters, then train and save the best; stopped, it goes on."""
+    from .lab.protocol import Protocol
+    from .lab.runner import make_engine
+    from .progress import SearchBar
+    from .report import draw_last_window, format_scores, format_trials, scores_dict, trials_dict
+    from .search import Watch, tune
+    from .storage import check_target
+
+    worker = make_engine(engine, Protocol(max_epochs=epochs), at_once=at_once, address=address)
+    check_target(folder)
+    forecaster, table = make_forecaster(file, {**ctx.params, "degree": 3})
+    folder.mkdir(parents=True, exist_ok=True)
+    with SearchBar(trials, show=forecaster.verbose) as bar:
+        watch = Watch(
+            report=lambda progress: bar.update("search", progress, forecaster.name),
+            lost=lambda items: print("\n".join(f"bsat: note: {item}" for item in items), file=sys.stderr),
+        )
+        best, outcome = tune(forecaster, table, folder, trials=trials, engine=worker, watch=watch)
+    if not json_:
+        print(format_trials(outcome) + "\n", flush=True)
+    best.fit(table)
+    best.save(folder)
+    picture = draw_last_window(best, table, folder / "forecast.png")
+    if json_:
+        shown = {"model": str(folder), "picture": str(picture) if picture else None}
+        print_json({**shown, **trials_dict(outcome), **scores_dict(best)})
+        return
+    print(format_scores({best.name: best}))
+    print(f"\nsaved {folder}" + (f", drew {picture}" if picture else ""))
+
+
+@app.command()
 def predict(
     model: Annotated[Path, typer.Argument(help="A folder that `bsat fit` made.", show_default=False)],
     file: Annotated[Path | None, typer.Argument(help="Newer samples.", show_default="those of the fit")] = None,
@@ -518,8 +578,7 @@ TRAINING = (
 
 
 def make_forecaster(file: Path, options: dict[str, Any]) -> tuple[Forecaster, pd.DataFrame]:
-    """What `fit` and `backtest` train, from their options, and the file's table."""
-    from .data import read_frame
+    """What `fit`, `tune` and `backtest` train, from their options, and the table of the file, or of a dataset."""
     from .data.folds import SHARES
     from .forecaster import Forecaster, default_tokens
     from .tokens import BSplineTokenizer, DownsampleTokenizer, PatchTokenizer, Tokenizer
@@ -543,8 +602,18 @@ def make_forecaster(file: Path, options: dict[str, Any]) -> tuple[Forecaster, pd
         "verbose": not (options["quiet"] or options["json_"]),
     }
     Forecaster(options["horizon"], lookback, tokenizer, **settings)  # tells mistakes before the file is read
-    table, columns = read_frame(file, **{name: options[name] for name in ("id_col", "time_col", "target_col")})
+    table, columns = read_source(file, {name: options[name] for name in ("id_col", "time_col", "target_col")})
     return Forecaster(options["horizon"], lookback, tokenizer, **(settings | columns)), table
+
+
+def read_source(file: Path, columns: dict[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
+    """A table and the names of its columns: of a file, or of a dataset if there is no such file."""
+    from .data import read_frame
+    from .data.catalog import CATALOG, load
+
+    if not file.exists() and file.name == str(file) and str(file).lower() in CATALOG:
+        return load(str(file)), {}
+    return read_frame(file, **columns)
 
 
 def read_for(forecaster: Forecaster, file: Path) -> pd.DataFrame:

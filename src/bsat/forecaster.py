@@ -25,7 +25,7 @@ from .data import season_of
 from .data.columns import kind_of, make_frame
 from .data.folds import SHARES, check_shares, fold_edges
 from .data.frames import Panel, stack_level, to_panel
-from .data.windows import Windows, fit_scaling, split_windows
+from .data.windows import Split, Windows, fit_scaling, split_windows
 from .model import Network, NetworkConfig, build_network
 from .model.stacked import describe
 from .progress import TrainingBar
@@ -188,6 +188,27 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             raise ValueError(f"values must stay within ±{LARGEST:g}; got {max(-low, high):g}. Change the unit.")
         return panel
 
+    def split(self, df: Any) -> tuple[Split, Tokenizer]:
+        """What `fit` would train on: the windows of the folds, and the tokenizer, fitted to the first of them."""
+        _, _, split, tokenizer = self._prepare(self._to_panel(df, self.freq), self.folds)
+        return split, tokenizer
+
+    def _prepare(self, panel: Panel, folds: Sequence[float]) -> tuple[Panel, Panel, Split, Tokenizer]:
+        """The panel without what is too short, the same with its gaps filled if that is wanted, windows, tokenizer."""
+        given = panel = self._without_short(panel)
+        edges = fold_edges(panel.lengths, folds)
+        if self.gaps == "fill":
+            panel = panel.filled(edges)
+        split = split_windows(
+            panel,
+            edges,
+            lookback=self.lookback,
+            horizon=self.horizon,
+            least=self.tokenizer.n_tokens + 1,
+            device=find_device(self.device),
+        )
+        return given, panel, split, fit_tokenizer(self.tokenizer, split.train)
+
     def _fit(
         self,
         panel: Panel,
@@ -197,17 +218,10 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         resume: bool = False,
     ) -> Self:
         L, H = self.lookback, self.horizon
-        panel = self._without_short(panel)
-        device = find_device(self.device)
-        edges = fold_edges(panel.lengths, folds)
-        given = panel
-        if self.gaps == "fill":
-            panel = panel.filled(edges)
-        split = split_windows(panel, edges, lookback=L, horizon=H, least=self.tokenizer.n_tokens + 1, device=device)
+        given, panel, split, tokenizer = self._prepare(panel, folds)
+        device, edges = split.train.series.device, fold_edges(panel.lengths, folds)
         train_windows, val_windows = split.train, split.val.some(self.train_config.epoch_windows)
         mean, deviation, series = split.mean, split.deviation, split.train.series
-
-        tokenizer = fit_tokenizer(self.tokenizer, train_windows)
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(self.train_config.seed)
             network = build_network(self.network_config, tokenizer, lookback=L, horizon=H)

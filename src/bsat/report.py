@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pandas as pd
@@ -18,6 +19,9 @@ from .forecaster import Forecaster
 from .pictures import draw_forecast
 from .train import Scores
 from .train.metrics import Tally
+
+if TYPE_CHECKING:
+    from .search import Outcome
 
 NAIVE = ("last value", "seasonal naive")
 
@@ -59,6 +63,26 @@ def scores_dict(forecaster: Forecaster) -> dict[str, Any]:
         "stopped": forecaster.history_.stopped,
         "parameters": sum(p.numel() for p in forecaster.network_.parameters()),
     }
+
+
+def trials_dict(outcome: Outcome, count: int = 5) -> dict[str, Any]:
+    """Of a search, for JSON: what became of the trials, and the best."""
+    counts = {state: sum(r.state == state for r in outcome.finished) for state in ("complete", "pruned", "failed")}
+    best = [{"trial": r.number, "val_rmse": r.rmse, **r.point} for r in outcome.best(count)]
+    return {"search": outcome.name, "trials": counts, "best": best}
+
+
+def format_trials(outcome: Outcome, count: int = 5) -> str:
+    """The best trials of a search, by their validation RMSE."""
+    about = trials_dict(outcome, count)
+    lines = [", ".join(f"{number} {state}" for state, number in about["trials"].items() if number) + "; the best:"]
+    for trial in about["best"]:
+        rest = {k: v for k, v in trial.items() if k not in ("trial", "val_rmse")}
+        words = ", ".join(f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in rest.items())
+        lines += textwrap.wrap(
+            f"trial {trial['trial']}: val RMSE {trial['val_rmse']:.4g}; {words}", 78, subsequent_indent="    "
+        )
+    return "\n".join(lines)
 
 
 def draw_last_window(

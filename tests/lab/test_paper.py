@@ -1,6 +1,5 @@
 """The paper's figures, transcribed: they must agree with each other as only the right ones do."""
 
-import re
 from itertools import product
 from math import sqrt
 from pathlib import Path
@@ -65,22 +64,3 @@ def test_average_variation():
     for name, row in paper.figures()["cv"].items():
         nine = [row[d][str(t)] for d in DATASETS for t in BUDGETS]
         assert row["average"] == pytest.approx(sum(nine) / 9, abs=0.1001), name
-
-
-@pytest.mark.skipif(not any(p.is_file() for p in TEX), reason="the paper's source is not in the repository")
-def test_every_figure_stands_in_the_source():
-    source = next(p for p in TEX if p.is_file()).read_text(encoding="utf-8")
-    tex = re.sub(r"\\(?:textbf|underline)\{([^{}]*)\}", r"\1", source)
-    flat = [
-        " & ".join(f"{m:.3f} ({low:.3f}/{high:.3f})" for m, low, high in row.values()) + r" \\"
-        for rows in paper.figures()["benchmark"].values()
-        for metrics in rows.values()
-        for row in metrics.values()
-    ]
-    flat += [
-        " & ".join(f"{m:.3f}±{s:.3f}" for m, s in row.values()) + r" \\"
-        for row in paper.figures()["ablation"]["etth1"].values()
-    ]
-    assert len(flat) == 3 * 6 * 4 + 15
-    for line in flat:
-        assert tex.count(line) == 1, line

@@ -522,14 +522,6 @@ def test_a_read_only_folder(tmp_path, monkeypatch):
     assert len(read(tmp_path)) == 1, "reading needs no leave to write"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_without_leave_to_write(tmp_path):
-    tmp_path.chmod(0o555)
-    with pytest.raises(StoreError, match="Permission denied"):
-        Store(tmp_path, PROTOCOL)
-    tmp_path.chmod(0o755)
-
-
 def test_a_file_where_the_folder_should_be(tmp_path):
     (tmp_path / "store").write_text("")
     with pytest.raises(StoreError, match="must be a folder"):

@@ -58,7 +58,7 @@ def run_to_be_killed(folder, engine, trials):
 
     def keep_and_note(self, number, trained):
         keep(self, number, trained)
-        note(trained=number, point={k: v for k, v in SPACE.to_point(trained.trial).items()}, seed=self.seed)
+        note(trained=number, point=SPACE.to_point(trained.trial), seed=self.seed)
 
     runner._Kept.keep = keep_and_note
     quiet = True

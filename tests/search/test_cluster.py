@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 from tiny_search import HALVING, SPACE, make_data, make_search, search
 
 from bsat.search import Categorical, Local, Real, Watch
-from bsat.search.cluster import Paused, Ray, read_trials, run_on_ray
+from bsat.search.cluster import MAX_FAILURES, Paused, Ray, _Desk, _Ledger, read_trials, run_on_ray
 from bsat.search.engines import train_alone
 from bsat.train import TrainConfig
 from bsat.train.population import Halving
@@ -134,11 +135,17 @@ def family(pids):
 
 
 def kill(processes):
-    for pid in family([p.pid for p in processes]):
+    """With all that they started."""
+    pids = family([p.pid for p in processes])
+    for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
     for process in processes:
         process.wait()
+    patience = time.monotonic() + 10
+    while left := pids & family(pids):
+        assert time.monotonic() < patience, f"{left} do not end"
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -231,7 +238,7 @@ def test_a_driver_dies_and_nothing_is_lost_or_repeated(tmp_path, cluster):
     assert "KeyboardInterrupt" in errors
     (lost,) = said(second, "lost")
     assert [number for number, _, _ in lost] == flying
-    assert any(saved > 0 and f"of epoch {saved + 1}; it goes on" in text for _, saved, text in lost)
+    assert any(saved > 0 and f"after {saved} whole epochs, which are kept" in text for _, saved, text in lost)
     assert said(second, "done")[: len(early)] == sorted(early)
 
     code, third, errors = cluster.drive(tmp_path)
@@ -247,7 +254,7 @@ def test_a_driver_dies_and_nothing_is_lost_or_repeated(tmp_path, cluster):
     assert set(kept) == set(range(7))
     assert all(kept.count(n) == 1 for n in early)
     for begun in ("0002", "0003"):  # Tune never saw them again
-        assert not {f"{n:04d}" for n in early} & {p.name for p in (tmp_path / "tiny" / "tune" / begun).iterdir()}
+        assert not {f"{n:04d}" for n in early} & {p.name[:4] for p in (tmp_path / "tiny" / "tune" / begun).iterdir()}
     # The random points are those of any engine that nobody disturbed.
     local = search(tmp_path, engine=Local(halving=HALVING), trials=4, name="local")
     assert [end[n]["point"] for n in range(4)] == [r.point for r in local.records]
@@ -275,14 +282,35 @@ def test_a_trial_that_fails_says_why_and_is_not_tried_again(tmp_path, data, monk
     assert len({r.reason.split()[0] for r in outcome.records if r.reason}) == 2
     assert outcome.best()[0].number == 2
     assert list(home.iterdir()) == []
-    assert dict(os.environ) == before
+    assert dict(os.environ) == {**before, "RAY_CLIENT_MODE": "0"}  # which comes with the import of Ray
     assert signal.getsignal(signal.SIGINT) is handler
     assert capfd.readouterr() == ("", "")
 
     # It is whole: going on needs no Ray, and tells of all.
     told = []
-    again = run_on_ray(data, chosen, Ray("127.0.0.1:1"), tmp_path, watch=Watch(done=told.append))
+    again = run_on_ray(data, chosen, Ray("127.0.0.1:1", halving=HALVING), tmp_path, watch=Watch(done=told.append))
     assert again.records == told == outcome.records
+
+
+def test_a_trial_whose_worker_dies_comes_again_but_not_for_ever(tmp_path):
+    """Tune may hear of one death twice, and give up a trial that the death of a node hit."""
+    ledger = _Ledger(tmp_path, {})
+    desk = _Desk(ledger, make_search(trials=2), Ray(), Watch())
+    desk.open()
+    point = SPACE.draw(1)
+    assert desk.draw() == (0, None)
+    ledger.draw(0, point)
+    assert desk.draw() == (1, None)
+    assert desk.draw() is None
+    for _ in range(MAX_FAILURES):
+        desk.give_up(0, point, "error.txt")
+        assert desk.draw() == (0, point)
+        assert desk.draw() is None
+    desk.give_up(0, point, "error.txt")
+    assert desk.draw() is None
+    (record,) = ledger.records()
+    assert (record.state, record.reason) == ("failed", "its worker died 4 times; Ray's account is in error.txt")
+    assert desk.done == 1
 
 
 def test_a_search_goes_on_only_as_it_began(tmp_path, data):
@@ -328,8 +356,8 @@ def test_settings_are_checked():
 
 
 def test_what_was_lost_is_said():
-    assert str(Paused(3, {}, 0, 0)) == "trial 3 had no whole epoch yet; it begins again"
-    assert str(Paused(3, {}, 0, 4)) == "trial 3 lost what it had of epoch 5; it goes on from there"
+    assert str(Paused(3, {}, 0, 0)) == "trial 3 was interrupted before its first epoch was whole; it begins again"
+    assert str(Paused(3, {}, 0, 4)) == "trial 3 was interrupted after 4 whole epochs, which are kept; it goes on"
 
 
 def test_without_ray_everything_imports_and_a_search_says_what_it_needs():

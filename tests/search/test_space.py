@@ -99,7 +99,8 @@ def test_ranges_are_checked(bad):
 
 
 def test_an_optuna_trial_suggests_within_the_space():
-    optuna = pytest.importorskip("optuna")
+    import optuna
+
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=1))
     for _ in range(20):
         trial = study.ask()

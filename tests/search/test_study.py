@@ -12,16 +12,14 @@ import time
 from dataclasses import replace
 from unittest.mock import Mock
 
+import optuna
 import pytest
+from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed
 
-optuna = pytest.importorskip("optuna")
-
-from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed  # noqa: E402
-
-import bsat  # noqa: E402
-from bsat.search import Failed, Local, Population, Real, Sampler, Space, read_records  # noqa: E402
-from bsat.search.engines import train_alone  # noqa: E402
-from bsat.train.population import Trial, train_population  # noqa: E402
+import bsat
+from bsat.search import Failed, Local, Population, Real, Sampler, Space, read_records
+from bsat.search.engines import train_alone
+from bsat.train.population import Trial, train_population
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 KILLS = int(os.environ.get("BSAT_KILLS", "6"))

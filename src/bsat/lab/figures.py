@@ -10,16 +10,14 @@ from __future__ import annotations
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..atomic import replacing
-from ..tokens.pictures import ACCENT, CURVE, INK, QUIET, new_figure
+from ..tokens.pictures import ACCENT, CURVE, INK, QUIET, new_figure, save
 from . import paper
 from .models import MODELS
 from .protocol import ENCODINGS, Protocol
@@ -390,8 +388,7 @@ def pipeline(path: os.PathLike[str] | str) -> None:
     about = SHIPPED["solar"]
     window = load_shipped("solar")["y"].to_numpy()[:100]
     title = f"100 samples as 12 tokens: solar irradiance in {about.unit}, every {about.cadence}"
-    with _without_clock():
-        BSplineTokenizer(n_tokens=12, degree=3).plot(window, path, title=title)
+    BSplineTokenizer(n_tokens=12, degree=3).plot(window, path, title=title)
 
 
 # ---- what they share -------------------------------------------------------------------------------------------------
@@ -454,35 +451,6 @@ def _finish(figure: Figure, title: str, protocol: Protocol, note: str) -> Figure
     return figure
 
 
-def _save(figure: Figure, path: Path) -> None:
-    """Whole or not at all, and the same bytes each time."""
-    from matplotlib import rc_context
-
-    metadata = {"png": {"Software": None}, "svg": {"Date": None}}[path.suffix[1:]]
-    with replacing(path) as temporary, rc_context({"svg.hashsalt": "bsat"}):
-        figure.savefig(temporary, dpi=150, metadata=metadata)
-
-
-@contextmanager
-def _without_clock() -> Iterator[None]:
-    """For what saves itself: the salt, and matplotlib's way to be told the date."""
-    from matplotlib import rc_context
-
-    before = os.environ.get("SOURCE_DATE_EPOCH")
-    os.environ["SOURCE_DATE_EPOCH"] = "0"
-    try:
-        with rc_context({"svg.hashsalt": "bsat"}):
-            yield
-    finally:
-        if before is None:
-            del os.environ["SOURCE_DATE_EPOCH"]
-        else:
-            os.environ["SOURCE_DATE_EPOCH"] = before
-
-
-# ---- all of them -----------------------------------------------------------------------------------------------------
-
-
 def _warn(text: str) -> None:
     warnings.warn(text, UserWarning, stacklevel=3)
 
@@ -524,5 +492,5 @@ def write_figures(
             continue
         for form in formats:
             paths.append(out / f"{name}.{form}")
-            _save(figure, paths[-1])
+            save(figure, paths[-1])
     return paths

@@ -52,7 +52,7 @@ from .protocol import Experiment, Protocol
 from .runs import Run, Store, read, select
 
 ENGINES = ("optuna", "population", "ray")
-STUDIES, WEIGHTS, CLUSTER = "studies.db", "weights", "ray"
+STUDIES, WEIGHTS = "studies.db", "weights"
 
 
 @dataclass(frozen=True)
@@ -181,19 +181,10 @@ class _Laboratory:
             tokenizers = {e: self._tokenizer(e) for e, _ in open_}
             searches = [self._search(e, seed, tokenizers[e]) for e, seed in open_]
             watches = [self._watch(e, seed) for e, seed in open_]
-            self._go(experiments[0].dataset, searches, watches)
+            data, studies = self.data(experiments[0].dataset), self.store.folder / STUDIES
+            run_searches(data, searches, studies, engine=self.engine, watches=watches)
         for experiment in experiments:
             self._score(experiment)
-
-    def _go(self, dataset: str, searches: list[Search], watches: list[Watch]) -> None:
-        data = self.data(dataset)
-        if isinstance(self.engine, Ray):
-            from ..search.cluster import run_on_ray
-
-            for search, watch in zip(searches, watches, strict=True):
-                run_on_ray(data, search, self.engine, folder=self.store.folder / CLUSTER, watch=watch)
-        else:
-            run_searches(data, searches, self.store.folder / STUDIES, engine=self.engine, watches=watches)
 
     def _whole(self, experiment: Experiment, seed: int) -> bool:
         """Whether the store has all trials of a search."""

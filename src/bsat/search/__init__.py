@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         run_search,
         run_searches,
     )
+    from .tuning import tune
 
 _HOMES = {
     "cluster": ("Ray",),
@@ -39,6 +40,7 @@ _HOMES = {
         "run_search",
         "run_searches",
     ),
+    "tuning": ("tune",),
 }
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "read_records",
     "run_search",
     "run_searches",
+    "tune",
 ]
 
 

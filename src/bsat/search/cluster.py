@@ -32,9 +32,11 @@ import signal
 import threading
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -114,8 +116,8 @@ class Paused(Interrupted):
 
     def __str__(self) -> str:
         if not self.saved:
-            return f"trial {self.number} had no whole epoch yet; it begins again"
-        return f"trial {self.number} lost what it had of epoch {self.saved + 1}; it goes on from there"
+            return f"trial {self.number} was interrupted before its first epoch was whole; it begins again"
+        return f"trial {self.number} was interrupted after {self.saved} whole epochs, which are kept; it goes on"
 
 
 def run_on_ray(
@@ -307,7 +309,10 @@ class _Desk:
         self.earlier: list[Record] = []
         """finished before this process began"""
         self.waiting: list[tuple[int, Point]] = []
-        """drawn by an earlier process, and not finished"""
+        """drawn before, and not finished"""
+        self.flying: set[int] = set()
+        """drawn from this desk, and not finished"""
+        self.deaths: Counter[int] = Counter()
         self.next = 0
         self.nodes: dict[int, list[str]] = {}
         self.error: BaseException | None = None
@@ -333,12 +338,17 @@ class _Desk:
         self.here = 0
         self.tell()
 
-    def draw(self) -> tuple[int, Point | None]:
-        """A number, and its point if it has one."""
+    def draw(self) -> tuple[int, Point | None] | None:
+        """A number, and its point if it has one; None if there are enough."""
         if self.waiting:
-            return self.waiting.pop(0)
-        self.next += 1
-        return self.next - 1, None
+            number, point = self.waiting.pop(0)
+        elif self.done + len(self.flying) < self.search.trials:
+            number, point = self.next, None
+            self.next += 1
+        else:
+            return None
+        self.flying.add(number)
+        return number, point
 
     # ---- what Tune tells
 
@@ -355,9 +365,20 @@ class _Desk:
         self.tell()
 
     def rest(self, number: int) -> None:
-        """Its worker died; it will be started again."""
+        """Its worker died, and Tune will start it again."""
+        self.deaths[number] += 1
         self.running.discard(number)
         self.tell()
+
+    def give_up(self, number: int, point: Point, account: str) -> None:
+        """Its worker died, and Tune will not start it again. Tune at times hears of one death twice, and gives up at
+        once; then the trial is drawn again."""
+        self.rest(number)
+        if self.deaths[number] > MAX_FAILURES:
+            self.fail(number, f"its worker died {self.deaths[number]} times; Ray's account is in {account}")
+        else:
+            self.flying.discard(number)
+            self.waiting.append((number, point))
 
     def finish(self, number: int, point: Point, result: dict[str, Any]) -> None:
         """A trial has come to its end, or was halved."""
@@ -418,6 +439,7 @@ class _Desk:
         record = self.ledger.note(number, result)
         self.ledger.clear(number)
         self.running.discard(number)
+        self.flying.discard(number)
         self._count(record)
         self.tell()
         if self.failed >= HOPELESS and self.failed == self.done:
@@ -470,10 +492,10 @@ def _fit(data: Data, desk: _Desk) -> None:
         tune_config=tune.TuneConfig(
             search_alg=_make_searcher(desk),
             scheduler=_make_scheduler(desk),
-            num_samples=search.trials - desk.done,
+            num_samples=-1,  # until the searcher says that it has finished
             max_concurrent_trials=engine.at_once,
             reuse_actors=True,  # a new process would import torch for every trial
-            trial_dirname_creator=lambda trial: f"{trial.config['number']:04d}",
+            trial_dirname_creator=lambda trial: f"{trial.config['number']:04d}-{trial.trial_id}",
         ),
         run_config=tune.RunConfig(
             name=f"{1 + sum(1 for _ in storage.iterdir()):04d}",
@@ -494,8 +516,11 @@ def _make_searcher(desk: _Desk) -> Any:
     optuna, search, ledger = import_optuna(), desk.search, desk.ledger
 
     class Searcher(import_ray("tune.search.optuna").OptunaSearch):  # type: ignore[misc]
-        def suggest(self, trial_id: str) -> dict[str, Any]:
-            number, point = desk.draw()
+        def suggest(self, trial_id: str) -> dict[str, Any] | str | None:
+            drawn = desk.draw()
+            if drawn is None:  # one in flight may yet come back
+                return self.FINISHED if desk.done >= search.trials else None
+            number, point = drawn
             self._ot_study.sampler = search.sampler.make(search.seed, number)
             if point is not None:
                 self._ot_study.enqueue_trial(point)
@@ -591,15 +616,17 @@ def _make_listener(desk: _Desk) -> Any:
             guarded(lambda: desk.rest(number(trial)))
 
         def on_trial_complete(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            point = {name: value for name, value in trial.config.items() if name != "number"}
-            guarded(lambda: desk.finish(number(trial), point, trial.last_result))
+            guarded(lambda: desk.finish(number(trial), _point(trial.config), trial.last_result))
 
         def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-            last = trial.get_error()
-            reason = f"its worker died {MAX_FAILURES + 1} times, the last time by {explain(last)}"
-            guarded(lambda: desk.fail(number(trial), reason))
+            guarded(lambda: desk.give_up(number(trial), _point(trial.config), f"{trial.path}/error.txt"))
 
     return Listener()
+
+
+def _point(config: dict[str, Any]) -> Point:
+    """Of what Tune knows of a trial."""
+    return {name: value for name, value in config.items() if name != "number"}
 
 
 def _make_stopper(desk: _Desk) -> Any:
@@ -626,7 +653,7 @@ def _train_on_node(
     torch.set_num_threads(threads)
     node = ray.get_runtime_context().get_node_id()
     number = int(config["number"])
-    point = {name: value for name, value in config.items() if name != "number"}
+    point = _point(config)
 
     def tell(**result: Any) -> None:
         nothing = {EPOCH: 0, VALUE: math.inf, STOPPED: "", REASON: "", UNREACHABLE: "", MEMORY: None}
@@ -704,13 +731,17 @@ def _connected(engine: Ray) -> Iterator[None]:
         _check_room(ray.nodes(), engine)
         yield
         return
-    variables: dict[str, str | None] = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    variables = {
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        "PYTHONBREAKPOINT": os.environ.get("PYTHONBREAKPOINT"),  # which Ray would leave changed
+    }
     start: dict[str, Any] = {"address": engine.address}
     if engine.address is None:
         start = {"address": "local", "include_dashboard": False}
         if not any(name.startswith("RAY_AUTH_") for name in os.environ):
             # Else Ray writes one into the home folder, and whatever cluster is started later insists on it.
-            variables |= {"RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_AUTH_MODE": None}
+            variables |= {"RAY_AUTH_TOKEN": _token(), "RAY_AUTH_MODE": None}
     with _environment(**variables):
         ray.init(**start, log_to_driver=False, logging_level=logging.ERROR)
         try:
@@ -718,6 +749,12 @@ def _connected(engine: Ray) -> Iterator[None]:
             yield
         finally:
             ray.shutdown()
+
+
+@cache
+def _token() -> str:
+    """A process's Ray remembers its first token."""
+    return secrets.token_hex(32)
 
 
 def _check_room(nodes: list[dict[str, Any]], engine: Ray) -> None:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -31,6 +31,9 @@ from ..train import Epoch, History, TrainConfig
 from ..train.population import Halving, Trained, Trial
 from .engines import Data, Engine, Failed, Local, value_of
 from .space import Point, Space
+
+if TYPE_CHECKING:
+    from .cluster import Ray
 
 # Attributes of a trial in the study.
 RESULT, REASON, REPEATS, POINT, ENGINE = "result", "reason", "repeats", "point", "engine"
@@ -232,7 +235,7 @@ def run_search(
     search: Search,
     storage: os.PathLike[str] | str,
     *,
-    engine: Engine | None = None,
+    engine: Engine | Ray | None = None,
     watch: Watch | None = None,
 ) -> Outcome:
     """Search until so many trials have finished; go on with a search that is already there. See `run_searches`."""
@@ -245,7 +248,7 @@ def run_searches(
     searches: Sequence[Search],
     storage: os.PathLike[str] | str,
     *,
-    engine: Engine | None = None,
+    engine: Engine | Ray | None = None,
     watches: Sequence[Watch] | None = None,
 ) -> list[Outcome]:
     """Several searches on the same data: at once if the engine can, else one after the other.
@@ -253,14 +256,21 @@ def run_searches(
     Args:
         data: the folds to train and to compare on.
         searches: with a name of its own each.
-        storage: the SQLite file; it may hold many studies.
+        storage: the SQLite file; it may hold many studies. With Ray, a folder beside it, of the same name without its
+            suffix, which all nodes must reach.
         engine: by default `Local`.
         watches: one for each search.
     """
+    from .cluster import Ray, run_on_ray
+
     if len({search.name for search in searches}) < len(searches):
         raise ValueError(f"`searches` must have different names; got {', '.join(s.name for s in searches)}.")
     path, engine = Path(storage), engine or Local()
     watches = list(watches or [Watch()] * len(searches))
+    if isinstance(engine, Ray):
+        folder = path.with_suffix("")
+        pairs = zip(searches, watches, strict=True)
+        return [run_on_ray(data, search, engine, folder=folder, watch=watch) for search, watch in pairs]
     with ExitStack() as stack:
         desks = []
         for search, watch in zip(searches, watches, strict=True):

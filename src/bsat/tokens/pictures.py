@@ -108,6 +108,13 @@ def add_legend(axes: Any, other: Any = None) -> None:
 
 
 def save(figure: Figure, path: os.PathLike[str] | str) -> None:
-    """Whole or not at all."""
-    with replacing(check_format(path)) as temporary:
-        figure.savefig(temporary, dpi=150)
+    """Whole or not at all, and the same bytes each time: no date, no random names."""
+    from matplotlib import rc_context
+
+    undated: dict[str, dict[str, None]] = {
+        ".png": {"Software": None},
+        ".svg": {"Date": None},
+        ".pdf": {"CreationDate": None},
+    }
+    with replacing(check_format(path)) as temporary, rc_context({"svg.hashsalt": "bsat"}):
+        figure.savefig(temporary, dpi=150, metadata=undated[temporary.suffix.lower()])
