@@ -548,14 +548,15 @@ def to_words(text: str, name: str) -> list[str]:
     """The words of a list with commas, each once."""
     words = [word.strip() for word in text.split(",") if word.strip()]
     if not words:
-        raise ValueError(f"{name} must hold at least one name; got {text!r}. Separate several by commas.")
+        raise ValueError(f"{name} must name at least one; got {text!r}. Separate several by commas.")
     return list(dict.fromkeys(words))
 
 
 def to_numbers(text: str, name: str) -> list[int]:
     """Whole numbers of a list with commas."""
+    words = to_words(text, name)
     try:
-        return [int(word) for word in to_words(text, name)]
+        return [int(word) for word in words]
     except ValueError:
         raise ValueError(f"{name} must be whole numbers, separated by commas; got {text!r}.") from None
 

@@ -74,20 +74,22 @@ class SearchBar:
         self._task: Any = None
 
     def __enter__(self) -> Self:
-        if self.show:
-            from rich.console import Console
-            from rich.progress import BarColumn, Progress, TextColumn
-
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=10),
-                TextColumn("{task.fields[text]}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._bar.start()
-            self._task = self._bar.add_task("search", total=self.trials, text="")
         return self
+
+    def _start(self) -> None:
+        """Not before there is something to show: mistakes are told first."""
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self._bar = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=10),
+            TextColumn("{task.fields[text]}"),
+            console=Console(stderr=True),
+            transient=True,
+        )
+        self._bar.start()
+        self._task = self._bar.add_task("search", total=self.trials, text="")
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         if self._bar is not None:
@@ -104,6 +106,8 @@ class SearchBar:
         """One of the searches has changed."""
         self._now[key] = progress
         self._first.setdefault(key, progress.done)
+        if self.show and self._bar is None:
+            self._start()
         if self._bar is not None:
             self._bar.update(self._task, completed=self.done, description=label, text=self.text())
 

@@ -1,0 +1,102 @@
+"""`bsat lab run`, `tables` and `figures`, as a user types them."""
+
+import json
+
+import pytest
+from tiny_lab import make_tiny
+
+from bsat.lab import read
+
+RUN = (
+    "lab run solar --models bsat,uds --tokens 6 --trials 2 --seeds 1 --epochs 2 --lookback 24 --horizon 6 --device cpu"
+)
+
+
+@pytest.fixture(autouse=True)
+def tiny(monkeypatch):
+    make_tiny(monkeypatch.setitem, monkeypatch.setattr)
+
+
+def test_run_tables_figures(bsat, tmp_path):
+    code, out, err = bsat(*RUN.split())
+    assert code == 0, err
+    lines = out.splitlines()
+    assert lines[0].startswith("solar 6 BSAT L-RoPE LPE")
+    assert "of 2 runs (2 trials)" in lines[0]
+    assert all(len(line) <= 100 for line in lines)
+    code, out, err = bsat("lab", "tables", "bsat-runs")
+    assert code == 0, err
+    runs = read(tmp_path / "bsat-runs")
+    for model in ("bsat", "uds"):
+        assert f"{runs[runs['model'] == model]['test_rmse'].mean():.4g}" in out
+    assert all(len(line) <= 80 for line in out.splitlines())
+    first = {p.name: p.read_bytes() for p in (tmp_path / "bsat-runs" / "tables").iterdir()}
+    assert {"benchmark-solar.md", "benchmark-solar.tex", "benchmark-solar.csv", "ranks.md"} <= set(first)
+    bsat("lab", "tables", "bsat-runs", "--out", "again")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "again").iterdir()} == first
+    code, out, err = bsat("lab", "figures", "bsat-runs", "--formats", "png")
+    assert code == 0, err
+    drawn = {line.split("/")[-1] for line in out.splitlines()}
+    assert {"pipeline.png", "boxes.png", "errors-solar.png", "bases-solar.png"} <= drawn
+    assert "memory is not drawn" in err
+    assert "spread is not drawn" in err
+
+
+def test_json(bsat):
+    code, out, _ = bsat(*RUN.split(), "--engine", "population", "--store", "s", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert (found["runs"], found["scored"], found["failed"]) == (4, 4, 0)
+    code, out, _ = bsat("lab", "tables", "s", "--json")
+    assert code == 0
+    assert "s/tables/benchmark-solar.md" in json.loads(out)["tables"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lab run etth2", "one of etth1"),
+        ("lab run solar --models informer", "--models must be one of"),
+        ("lab run solar --encodings alibi", "--encoding must be one of"),
+        ("lab run solar --tokens 720", "--tokens must be fewer than the lookback"),
+        ("lab run solar --tokens many", "--tokens must be whole numbers"),
+        ("lab run solar --seeds ,", "--seeds must name at least one"),
+        ("lab run solar --trials 0", "--trials must be at least 1"),
+        ("lab run solar --engine slurm", "--engine must be one of"),
+        ("lab run solar --device tpu", "--device must be"),
+        ("lab tables nowhere", "nowhere"),
+        ("lab figures nowhere", "nowhere"),
+    ],
+)
+def test_mistakes(bsat, tmp_path, words, message):
+    code, _, err = bsat(*words.split())
+    assert code == 2
+    assert message in err
+    assert err.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_store_of_another_protocol(bsat):
+    assert bsat(*RUN.split())[0] == 0
+    code, _, err = bsat(*RUN.replace("--epochs 2", "--epochs 3").split())
+    assert code == 2
+    assert "max_epochs 2 instead of 3" in err
+    assert "Name another folder" in err
+
+
+def test_a_read_only_folder(bsat, tmp_path, monkeypatch):
+    import errno
+    import os
+
+    real = os.open
+
+    def read_only(path, flags, *rest, **more):
+        if flags & os.O_CREAT and "locked" in str(path):
+            raise OSError(errno.EROFS, "Read-only file system")
+        return real(path, flags, *rest, **more)
+
+    monkeypatch.setattr(os, "open", read_only)
+    code, _, err = bsat(*RUN.split(), "--store", "locked")
+    assert code == 2
+    assert "Read-only" in err
+    assert "Nothing was run" in err
