@@ -56,5 +56,9 @@ def test_commands_of_the_docs_exist():
         for block in blocks(page, "console"):
             for name, rest in re.findall(r"^\$ bsat (\w+)(.*)$", block, re.M):
                 assert name in commands, (page.name, name)
-                options = {o for p in commands[name].params for o in p.opts}
+                command = commands[name]
+                if hasattr(command, "commands"):  # bsat lab run, bsat data get
+                    assert rest.split()[0] in command.commands, (page.name, name, rest)
+                    command = command.commands[rest.split()[0]]
+                options = {o for p in command.params for o in p.opts}
                 assert set(re.findall(r"(?<= )--[a-z-]+", rest.split("#")[0])) <= options, (page.name, name, rest)

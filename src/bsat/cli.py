@@ -544,6 +544,22 @@ def lab_figures(
         print(f"bsat: note: {note}", file=sys.stderr)
 
 
+@lab_app.command("pack")
+def lab_pack(
+    store: Store,
+    out: Annotated[Path, typer.Argument(help="A new folder.", show_default=False)],
+    json_: Json = False,
+) -> None:
+    """Make a small copy of a store, to publish; tables and figures of it are the same."""
+    from .lab.runs import pack
+
+    path = pack(store, out)
+    if json_:
+        print_json({"store": str(out), "file": str(path), "bytes": path.stat().st_size})
+        return
+    print(f"wrote {path}: {path.stat().st_size:,} bytes")
+
+
 def to_words(text: str, name: str) -> list[str]:
     """The words of a list with commas, each once."""
     words = [word.strip() for word in text.split(",") if word.strip()]

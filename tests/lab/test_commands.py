@@ -40,6 +40,17 @@ def test_run_tables_figures(bsat, tmp_path):
     assert {"pipeline.png", "boxes.png", "errors-solar.png", "bases-solar.png"} <= drawn
     assert "memory is not drawn" in err
     assert "spread is not drawn" in err
+    code, out, err = bsat("lab", "pack", "bsat-runs", "packed")
+    assert code == 0, err
+    bsat("lab", "tables", "packed")
+    assert {p.name: p.read_bytes() for p in (tmp_path / "packed" / "tables").iterdir()} == first
+    bsat("lab", "figures", "packed", "--formats", "png")
+    for name in drawn:
+        both = [(tmp_path / store / "figures" / name).read_bytes() for store in ("bsat-runs", "packed")]
+        assert both[0] == both[1], name
+    code, _, err = bsat("lab", "pack", "bsat-runs", "packed")
+    assert code == 2
+    assert "must be a new or empty folder" in err
 
 
 def test_json(bsat):

@@ -121,10 +121,12 @@ def test_from_history():
     run = Run.from_history(History(epochs, 2, "max_epochs"), **words)
     assert (run.status, run.reason, run.val["rmse"]) == ("finished", "max_epochs after 3 epochs", 1.0)
     assert run.bases == [[1e4, 2e4], [1e4, 2e4 + 1], [1e4, 2e4 + 2]]
-    assert run.curve["loss"] == [1.0, 0.5, 1 / 3]
+    assert run.curve == {"loss": [1.0, 0.5, 0.333333], "val_rmse": [3.0, 2.0, 1.0]}
     assert Run.from_history(History(epochs, 2, "halved"), **words).status == "halved"
-    assert Run.from_history(History(epochs, 2, "diverged"), **words).status == "failed"
-    assert Run.from_history(History([], -1, "diverged"), **words).val == {}
+    late = Run.from_history(History(epochs, 2, "diverged"), **words)
+    assert (late.status, late.reason) == ("finished", "diverged after 3 epochs"), "its best weights are good"
+    never = Run.from_history(History([], -1, "diverged"), **words)
+    assert (never.status, never.val) == ("failed", {})
     with pytest.raises(ValueError, match="interrupted"):
         Run.from_history(History(epochs, 2, "interrupted"), **words)
 

@@ -1,7 +1,8 @@
 """The paper's experiments, beside what the paper prints of them."""
 
+from .figures import write_figures
 from .protocol import Experiment, Protocol
-from .runs import Run, Store, StoreError, read, read_protocol, select
+from .runs import Run, Store, StoreError, pack, read, read_protocol, select
 from .stats import PAPER, Statistics, dataset_table, format_statistics, measure
 from .tables import make_tables, write_tables
 
@@ -17,8 +18,10 @@ __all__ = [
     "format_statistics",
     "make_tables",
     "measure",
+    "pack",
     "read",
     "read_protocol",
     "select",
+    "write_figures",
     "write_tables",
 ]

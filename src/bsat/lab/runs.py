@@ -2,6 +2,7 @@
 
     protocol.json                        what all runs of the folder share; a store has one protocol
     runs-HOST-PID-RANDOM.jsonl           one file for each process that writes, so that writers never meet
+    runs-packed.jsonl.gz                 what `pack` made of another store, to publish
 
 A line is written by one `os.write` and an fsync, and ends with a checksum. A writer that is killed leaves at most one
 torn line, the last of its file, which readers recognise and pass over; who comes next writes to a file of their own.
@@ -15,6 +16,7 @@ reads a file as it stands; `read` reads a folder, checks it, and sets test score
 from __future__ import annotations
 
 import errno
+import gzip
 import hashlib
 import json
 import math
@@ -25,6 +27,7 @@ import secrets
 import tempfile
 import threading
 import warnings
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -34,7 +37,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import LEFTOVERS
+from ..atomic import LEFTOVERS, replacing
 from ..tokens.door import check_choice, to_whole
 from .protocol import SHORT, Experiment, Protocol
 
@@ -54,7 +57,7 @@ KEY = [*CELL, "seed", "trial"]
 """By which a run is known inside its store."""
 
 PROTOCOL_FILE = "protocol.json"
-PATTERN = "runs-*.jsonl"
+PATTERNS = ("runs-*.jsonl", "runs-*.jsonl.gz")
 
 
 class StoreError(OSError):
@@ -490,11 +493,12 @@ def read(folder: os.PathLike[str] | str, protocol: Protocol | None = None, *, cu
 
 
 def _records(folder: Path, protocol: Protocol, curves: bool) -> Iterator[dict[str, Any]]:
-    for path in sorted(folder.glob(PATTERN)):
+    for path in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
         try:
             content = path.read_bytes()
-        except OSError as error:
-            raise StoreError(f"{path} cannot be read: {error.strerror or error}.") from error
+            content = gzip.decompress(content) if path.suffix == ".gz" else content
+        except (OSError, EOFError, zlib.error) as error:
+            raise StoreError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         *lines, rest = content.split(b"\n")
         if rest:
             _warn(f"the last line of {path} is torn (its writer was killed, or is writing it now); it is passed over")
@@ -554,3 +558,27 @@ def select(runs: pd.DataFrame, k: int) -> pd.DataFrame:
     best = good.sort_values([*CELL, "seed", "val_rmse", "trial"], kind="stable")
     rank = best.groupby([*CELL, "seed"]).cumcount() + 1
     return best.assign(rank=rank)[rank <= k].reset_index(drop=True)
+
+
+def pack(folder: os.PathLike[str] | str, out: os.PathLike[str] | str) -> Path:
+    """A small copy of a store in a new folder: one compressed file. Curves and the way of the bases stay for selected
+    runs only, of the others the last bases; tables and figures are the same. Returns the file."""
+    folder, out = Path(folder), Path(out)
+    protocol = read_protocol(folder)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise StoreError(f"{out} must be a new or empty folder; it is not. Name another one.")
+    chosen = select(read(folder, protocol, curves=False), protocol.selection)
+    selected = set(zip(*(chosen[name] for name in KEY), strict=True))
+    lines = []
+    for record in _records(folder, protocol, curves=True):
+        del record["check"]
+        if record["kind"] == "trial" and tuple(record[name] for name in KEY) not in selected:
+            record |= {"curve": {}, "bases": record["bases"][-1:]}
+        lines.append((tuple(record[name] for name in KEY), record["kind"] != "trial", encode(record)))
+    out.mkdir(parents=True, exist_ok=True)
+    target = out / "runs-packed.jsonl.gz"
+    with replacing(target) as temporary:
+        temporary.write_bytes(gzip.compress(b"".join(line for *_, line in sorted(lines)), mtime=0))
+    with replacing(out / PROTOCOL_FILE) as temporary:
+        temporary.write_bytes((folder / PROTOCOL_FILE).read_bytes())
+    return target

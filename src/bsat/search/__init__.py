@@ -10,36 +10,16 @@ from .space import Categorical, Point, Real, Space, Whole
 
 if TYPE_CHECKING:
     from .cluster import Ray
+    from .contract import Interrupted, Outcome, Record, Sampler, Search, SearchProgress, Watch
     from .engines import Data, Desk, Engine, Failed, Local, Population
-    from .study import (
-        Interrupted,
-        Outcome,
-        Record,
-        Sampler,
-        Search,
-        SearchProgress,
-        Watch,
-        read_records,
-        run_search,
-        run_searches,
-    )
+    from .study import read_records, run_search, run_searches
     from .tuning import tune
 
 _HOMES = {
     "cluster": ("Ray",),
     "engines": ("Data", "Desk", "Engine", "Failed", "Local", "Population"),
-    "study": (
-        "Interrupted",
-        "Outcome",
-        "Record",
-        "Sampler",
-        "Search",
-        "SearchProgress",
-        "Watch",
-        "read_records",
-        "run_search",
-        "run_searches",
-    ),
+    "contract": ("Interrupted", "Outcome", "Record", "Sampler", "Search", "SearchProgress", "Watch"),
+    "study": ("read_records", "run_search", "run_searches"),
     "tuning": ("tune",),
 }
 

@@ -45,16 +45,14 @@ import torch
 from torch import Tensor, nn
 
 from ..atomic import replacing
-from ..model import build_network
 from ..tokens.door import to_whole
-from ..train import History, TokenBatches, train
-from ..train.batches import keeps_tokens
+from ..train import Epoch, History
 from ..train.checkpoint import NAME, Checkpoint
 from ..train.population import Halving, Trained, Trial
 from ..train.settings import finished
-from .engines import Data, _pack_up, _unpack, explain, value_of
+from .contract import Interrupted, Outcome, Record, Search, Tally, Watch, alone, import_optuna
+from .engines import Data, explain, pack_up, train_alone, unpack, value_of
 from .space import Point
-from .study import HOPELESS, Interrupted, Outcome, Record, Search, SearchProgress, Watch, _alone, import_optuna
 
 MAX_FAILURES = 3
 """A trial is started again after so many deaths of its worker or node; errors of its own are not repeated."""
@@ -137,7 +135,7 @@ def run_on_ray(
     import_optuna()
     watch = watch or Watch()
     home = _home(folder, search.name)
-    with _alone(home / ABOUT, search.name):
+    with alone(home / ABOUT, search.name):
         ledger = _Ledger(home, _describe(data, search, engine))
         desk = _Desk(ledger, search, engine, watch)
         desk.open()
@@ -274,7 +272,7 @@ def _read_training(folder: Path) -> tuple[History, dict[str, Tensor]]:
 def _describe(data: Data, search: Search, engine: Ray) -> dict[str, Any]:
     """All that shapes a search, but for its length."""
     digest = hashlib.sha256()
-    folds, mean, deviation, _ = _pack_up(data)
+    folds, mean, deviation, _ = pack_up(data)
     for part in (*(a for fold in folds for a in fold[:3]), mean, deviation):
         digest.update(f"{part.dtype}{part.shape}".encode())
         digest.update(part.tobytes())
@@ -301,9 +299,7 @@ class _Desk:
 
     def __init__(self, ledger: _Ledger, search: Search, engine: Ray, watch: Watch) -> None:
         self.ledger, self.search, self.engine, self.watch = ledger, search, engine, watch
-        self.began = time.perf_counter()
-        self.done = self.pruned = self.failed = self.here = self.at = 0
-        self.best: Record | None = None
+        self.tally = Tally(search, watch)
         self.running: set[int] = set()
         self.interrupted: list[Interrupted] = []
         self.earlier: list[Record] = []
@@ -322,6 +318,10 @@ class _Desk:
         """Tune pickles whoever listens to it, for a restore that never comes."""
         return object, ()
 
+    @property
+    def done(self) -> int:
+        return self.tally.done
+
     def open(self) -> None:
         """Take up what is there."""
         for record in self.ledger.records():
@@ -331,12 +331,7 @@ class _Desk:
                 continue
             self.waiting.append((record.number, record.point))
             self.interrupted.append(Paused(record.number, record.point, 0, self.ledger.saved(record.number)))
-        if self.interrupted and self.watch.lost is not None:
-            self.watch.lost(self.interrupted)
-        for record in self.earlier:
-            self._count(record)
-        self.here = 0
-        self.tell()
+        self.tally.open(self.interrupted, self.earlier)
 
     def draw(self) -> tuple[int, Point | None] | None:
         """A number, and its point if it has one; None if there are enough."""
@@ -354,21 +349,21 @@ class _Desk:
 
     def start(self, number: int) -> None:
         self.running.add(number)
-        self.tell()
+        self._tell()
 
     def epoch(self, number: int, result: dict[str, Any]) -> None:
         nodes = self.nodes.setdefault(number, [])
         if result[NODE] not in nodes[-1:]:
             nodes.append(result[NODE])
             self.ledger.note(number, {"nodes": nodes})
-        self.at = result[EPOCH]
-        self.tell()
+        self.tally.epoch = result[EPOCH]
+        self.tally.tell()
 
     def rest(self, number: int) -> None:
         """Its worker died, and Tune will start it again."""
         self.deaths[number] += 1
         self.running.discard(number)
-        self.tell()
+        self._tell()
 
     def give_up(self, number: int, point: Point, account: str) -> None:
         """Its worker died, and Tune will not start it again. Tune at times hears of one death twice, and gives up at
@@ -440,48 +435,17 @@ class _Desk:
         self.ledger.clear(number)
         self.running.discard(number)
         self.flying.discard(number)
-        self._count(record)
-        self.tell()
-        if self.failed >= HOPELESS and self.failed == self.done:
-            raise RuntimeError(
-                f"all of the first {self.done} trials failed, the last with: {record.reason}. They are kept; mend the "
-                f"cause and search under another name."
-            )
+        self.tally.running = len(self.running)
+        self.tally.count(record)
 
-    def _count(self, record: Record) -> None:
-        self.done += 1
-        self.here += 1
-        self.pruned += record.state == "pruned"
-        self.failed += record.state == "failed"
-        if record.better_than(self.best):
-            self.best = record
-        if self.watch.done is not None:
-            self.watch.done(record)
-
-    def tell(self) -> None:
-        """Show how far it is."""
-        if self.watch.report is None:
-            return
-        seconds, trials = time.perf_counter() - self.began, self.search.trials
-        self.watch.report(
-            SearchProgress(
-                trials=trials,
-                done=self.done,
-                running=len(self.running),
-                pruned=self.pruned,
-                failed=self.failed,
-                best=None if self.best is None else self.best.rmse,
-                best_number=None if self.best is None else self.best.number,
-                seconds=seconds,
-                left=seconds / self.here * max(0, trials - self.done) if self.here else None,
-                epoch=self.at,
-            )
-        )
+    def _tell(self) -> None:
+        self.tally.running = len(self.running)
+        self.tally.tell()
 
 
 def _fit(data: Data, desk: _Desk) -> None:
     tune, search, engine, ledger = import_ray("tune"), desk.search, desk.engine, desk.ledger
-    packed = (*_pack_up(data)[:3], "cuda" if engine.gpus else "cpu")
+    packed = (*pack_up(data)[:3], "cuda" if engine.gpus else "cpu")
     trainable = tune.with_parameters(
         _train_on_node, packed=packed, search=search, ledger=ledger, threads=max(1, int(engine.cpus))
     )
@@ -666,11 +630,11 @@ def _train_on_node(
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*NumPy array is not writable.*")  # Ray shares it; so do we
-            data = _unpack(packed)
+            data = unpack(packed)
         trial = search.build(point)
-        _train(trial, data, _Reporter(ledger.training(number), ledger.fingerprint(number, point), trial, tell))
-    except FloatingPointError:
-        tell(**{REASON: f"diverged in its first epoch, at learning_rate = {point['learning_rate']:g}"})
+        reporter = _Reporter(ledger.training(number), ledger.fingerprint(number, point), trial, tell)
+        if train_alone(number, trial, data, _Alone(), reporter).history.best_epoch < 0:
+            tell(**{REASON: f"diverged in its first epoch, at learning_rate = {point['learning_rate']:g}"})
     except Exception as error:
         tell(**{REASON: explain(error)})
 
@@ -702,22 +666,21 @@ class _Reporter(Checkpoint):
         )
 
 
-def _train(trial: Trial, data: Data, checkpoint: Checkpoint) -> None:
-    """As `engines.train_alone`."""
-    device, config = data.train.series.device, trial.train
-    with torch.random.fork_rng([]):
-        torch.default_generator.manual_seed(config.seed)
-        network = build_network(
-            trial.network, trial.tokenizer, lookback=data.train.lookback, horizon=data.train.horizon
-        ).to(device)
-    val_windows = data.val.some(config.epoch_windows)
-    keep = keeps_tokens(trial.tokenizer, network, config, data.train, val_windows)
-    train_set, val_set = (TokenBatches(w, trial.tokenizer, network, keep=keep) for w in (data.train, val_windows))
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # that it diverged is in the history
-        train(network, train_set, val_set, config, mean=data.mean, deviation=data.deviation, checkpoint=checkpoint)
+class _Alone:
+    """A desk for one trial: who hears of its epochs is the checkpoint."""
+
+    done = 0
+
+    def draw(self, count: int) -> list[tuple[int, Trial]]:
+        """Nobody asks."""
+        return []
+
+    def epoch(self, number: int, last: Epoch, best: float) -> bool:
+        """ASHA ends it from outside."""
+        return False
+
+    def alive(self, epoch: int) -> None:
+        """Tune hears of it."""
 
 
 # ----------------------------------------------------------------------------------------------------------- around Ray

@@ -22,6 +22,7 @@ from ..model import build_network
 from ..tokens.door import to_whole
 from ..train import Epoch, History, TokenBatches, train
 from ..train.batches import keeps_tokens
+from ..train.checkpoint import Checkpoint
 from ..train.population import Halving, Progress, Trained, Trial, train_population
 
 
@@ -202,7 +203,7 @@ class _Drawn:
         return self.place, self.number
 
 
-def train_alone(number: int, trial: Trial, data: Data, desk: Desk) -> Trained:
+def train_alone(number: int, trial: Trial, data: Data, desk: Desk, checkpoint: Checkpoint | None = None) -> Trained:
     """The network that a pack would have made of the trial, by `bsat.train.train`."""
     device, config, began = data.train.series.device, trial.train, time.perf_counter()
     with torch.random.fork_rng([]):
@@ -229,7 +230,14 @@ def train_alone(number: int, trial: Trial, data: Data, desk: Desk) -> Trained:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # that it diverged is in the history
             history = train(
-                network, train_set, val_set, config, mean=data.mean, deviation=data.deviation, report=report
+                network,
+                train_set,
+                val_set,
+                config,
+                mean=data.mean,
+                deviation=data.deviation,
+                report=report,
+                checkpoint=checkpoint,
             )
         if history.stopped == "interrupted":
             raise KeyboardInterrupt
@@ -296,7 +304,7 @@ class _Worker:
     def __init__(self, context: Any, data: Data, threads: int) -> None:
         self.line, other = context.Pipe()
         self.number = -1
-        self.process = context.Process(target=_work, args=(other, _pack_up(data), threads), daemon=True)
+        self.process = context.Process(target=_work, args=(other, pack_up(data), threads), daemon=True)
         self.process.start()
         other.close()  # so that its end is noticed
 
@@ -333,7 +341,7 @@ class _Line:
 
 def _work(line: Any, packed: tuple[Any, ...], threads: int) -> None:
     torch.set_num_threads(threads)
-    data = _unpack(packed)
+    data = unpack(packed)
     with suppress(EOFError, OSError):
         while True:
             number, trial = line.recv()
@@ -344,7 +352,7 @@ def _work(line: Any, packed: tuple[Any, ...], threads: int) -> None:
             line.send(result)
 
 
-def _pack_up(data: Data) -> tuple[Any, ...]:
+def pack_up(data: Data) -> tuple[Any, ...]:
     """As numpy arrays: torch's own way to send tensors wants the sender to live."""
     folds = [
         (w.series.cpu().numpy(), w.starts.cpu().numpy(), w.rows.cpu().numpy(), w.lookback, w.horizon, w.gaps)
@@ -353,7 +361,8 @@ def _pack_up(data: Data) -> tuple[Any, ...]:
     return folds, data.mean.cpu().numpy(), data.deviation.cpu().numpy(), str(data.train.series.device)
 
 
-def _unpack(packed: tuple[Any, ...]) -> Data:
+def unpack(packed: tuple[Any, ...]) -> Data:
+    """The way back."""
     folds, mean, deviation, device = packed
 
     def tensor(a: np.ndarray) -> Tensor:

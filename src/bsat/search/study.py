@@ -10,224 +10,23 @@ A resumed search would otherwise draw its first random points again.
 
 from __future__ import annotations
 
-import errno
 import os
-import sys
-import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-import numpy as np
+from typing import Any
 
 from ..atomic import replacing
-from ..model import NetworkConfig
-from ..tokens import Tokenizer
-from ..tokens.door import to_whole
-from ..train import Epoch, History, TrainConfig
+from ..train import Epoch, History
 from ..train.population import Halving, Trained, Trial
+from .cluster import Ray, run_on_ray
+from .contract import Interrupted, Outcome, Record, Search, Tally, Watch, alone, import_optuna
 from .engines import Data, Engine, Failed, Local, value_of
-from .space import Point, Space
-
-if TYPE_CHECKING:
-    from .cluster import Ray
+from .space import Point
 
 # Attributes of a trial in the study.
 RESULT, REASON, REPEATS, POINT, ENGINE = "result", "reason", "repeats", "point", "engine"
 INTERRUPTED = "interrupted"
-HOPELESS = 10
-"""If so many trials have finished and all failed, the search gives up: it is not the points that are wrong."""
-
-
-def import_optuna() -> Any:
-    """Optuna, or how to get it."""
-    try:
-        import optuna
-    except ImportError as error:
-        raise ImportError(f"a search needs Optuna ({error}). Install it with: pip install 'bsat[search]'") from error
-    return optuna
-
-
-@dataclass(frozen=True)
-class Sampler:
-    """Optuna's tree-structured Parzen estimator as the paper sets it (appendix, "Search Strategy")."""
-
-    startup: int = 40
-    """random points at first, until so many have finished"""
-    candidates: int = 500
-    """points compared by their expected improvement"""
-    constant_liar: bool = True
-    multivariate: bool = True
-    group: bool = True
-
-    def make(self, seed: int, place: int) -> Any:
-        """The sampler for the point of this place in the order."""
-        optuna = import_optuna()
-        (state,) = np.random.SeedSequence([seed, place]).generate_state(1)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            return optuna.samplers.TPESampler(
-                n_startup_trials=self.startup,
-                n_ei_candidates=self.candidates,
-                constant_liar=self.constant_liar,
-                multivariate=self.multivariate,
-                group=self.group,
-                seed=int(state),
-            )
-
-
-@dataclass(frozen=True)
-class Interrupted:
-    """A trial that was in training when its process ended."""
-
-    number: int
-    point: Point
-    """empty if it was not even drawn"""
-    epochs: int
-    """that had been reported, and are lost"""
-
-    def __str__(self) -> str:
-        if not self.point:
-            return f"trial {self.number} had no point yet"
-        return f"trial {self.number} lost {self.epochs} reported epochs; its point is queued again"
-
-
-@dataclass(frozen=True)
-class Record:
-    """A trial of a study."""
-
-    number: int
-    state: str
-    """"complete", "pruned", "failed", "interrupted", "running" or "waiting\""""
-    point: Point
-    value: float | None
-    """the least validation RMSE of the scaled series"""
-    rmse: float | None
-    """in the data's unit"""
-    seconds: float | None
-    history: History | None
-    reason: str
-    """why it failed"""
-    repeats: int | None
-    """the interrupted trial whose point it takes up"""
-    engine: str | None
-    memory: int | None = None
-    """peak bytes on the device; None on a CPU"""
-    pack: int | None = None
-    """how many trained beside it"""
-
-    @property
-    def finished(self) -> bool:
-        """Whether it counts: it will not be run again."""
-        return self.state in ("complete", "pruned", "failed")
-
-    def better_than(self, other: Record | None) -> bool:
-        """By the validation RMSE, of whatever has one; of equals the earlier one."""
-        if self.value is None or not self.finished:
-            return False
-        return other is None or other.value is None or (self.value, self.number) < (other.value, other.number)
-
-
-@dataclass(frozen=True)
-class SearchProgress:
-    """How far a search has come."""
-
-    trials: int
-    done: int
-    """finished in whatever way, the pruned and the failed included"""
-    running: int
-    pruned: int
-    failed: int
-    best: float | None
-    """the least validation RMSE, in the data's unit"""
-    best_number: int | None
-    seconds: float
-    """since this process began"""
-    left: float | None
-    """seconds, at the pace of this process; None before its first trial has finished"""
-    epoch: int = 0
-    """of what trains now"""
-
-
-@dataclass
-class Outcome:
-    """What a search found."""
-
-    name: str
-    records: list[Record]
-    """all, in the order in which they were asked for"""
-    interrupted: list[Interrupted] = field(default_factory=list)
-    """what an earlier process had lost in flight, when this one began"""
-
-    @property
-    def finished(self) -> list[Record]:
-        """Those that count."""
-        return [record for record in self.records if record.finished]
-
-    def best(self, count: int = 1) -> list[Record]:
-        """By the validation RMSE; those that were halved have one, too."""
-        scored = [r for r in self.finished if r.value is not None]
-        return sorted(scored, key=lambda r: (r.value, r.number))[:count]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Search:
-    """What is searched for.
-
-    Args:
-        name: of the study: the experiment's hash, since a study must not go on under another description.
-        tokenizer: fitted; its degree is searched if the space has one.
-        trials: that finish, over all processes that worked on it. Failed ones count, interrupted ones do not.
-        space: by default the paper's for this tokenizer.
-        network, train: what is the same for all trials.
-        sampler: by default the paper's.
-        seed: of the points; that of the networks is in `train`.
-    """
-
-    name: str
-    tokenizer: Tokenizer
-    trials: int = 200
-    space: Space = None  # type: ignore[assignment]
-    network: NetworkConfig = field(default_factory=NetworkConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    sampler: Sampler = field(default_factory=Sampler)
-    seed: int = 2025
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "trials", to_whole(self.trials, "trials", 1))
-        object.__setattr__(self, "seed", to_whole(self.seed, "seed", 0))
-        if self.space is None:
-            object.__setattr__(self, "space", Space.for_tokenizer(self.tokenizer))
-        self.build(self.space.draw(self.seed))  # what cannot be built says so before anything is written
-
-    def build(self, point: Point) -> Trial:
-        """The trial at a point."""
-        return self.space.to_trial(point, self.tokenizer, self.network, self.train)
-
-    def describe(self) -> dict[str, Any]:
-        """What must stay as it is when a search goes on; for JSON."""
-        return {"space": self.space.to_dict(), "sampler": asdict(self.sampler), "seed": self.seed}
-
-
-@dataclass(frozen=True)
-class Watch:
-    """Whoever wants to hear of a search; all are called in the process that searches.
-
-    Args:
-        report: whenever something has changed.
-        lost: at the beginning, if an earlier process was interrupted, with what it lost.
-        keep: with a trial's number and its network, before the study hears of it. If the process ends in between, the
-            same point comes again under another number; so what is kept counts only once `done` tells of its trial.
-        done: with every finished trial, once the study has it; at the beginning with those of earlier processes.
-    """
-
-    report: Callable[[SearchProgress], None] | None = None
-    lost: Callable[[list[Interrupted]], None] | None = None
-    keep: Callable[[int, Trained], None] | None = None
-    done: Callable[[Record], None] | None = None
 
 
 def run_search(
@@ -261,8 +60,6 @@ def run_searches(
         engine: by default `Local`.
         watches: one for each search.
     """
-    from .cluster import Ray, run_on_ray
-
     if len({search.name for search in searches}) < len(searches):
         raise ValueError(f"`searches` must have different names; got {', '.join(s.name for s in searches)}.")
     path, engine = Path(storage), engine or Local()
@@ -274,7 +71,7 @@ def run_searches(
     with ExitStack() as stack:
         desks = []
         for search, watch in zip(searches, watches, strict=True):
-            stack.enter_context(_alone(path, search.name))
+            stack.enter_context(alone(path, search.name))
             book = _Book(path, search, engine.halving)
             stack.callback(book.close)
             desks.append(_Desk(book, search, engine.name, watch))
@@ -356,12 +153,16 @@ class _Book:
 
     def close(self) -> None:
         """Let go of the file. Records can still be read."""
-        self._last = [to_record(frozen) for frozen in self.study.get_trials(deepcopy=False)]
+        self._last = self.read()
         _close(self.backend)
 
     def records(self) -> list[Record]:
         """After `close`."""
         return self._last
+
+    def read(self) -> list[Record]:
+        """Before `close`."""
+        return [to_record(frozen) for frozen in self.study.get_trials(deepcopy=False)]
 
     def record(self, number: int) -> Record:
         """One trial."""
@@ -507,60 +308,30 @@ def _close(backend: Any) -> None:
     backend.engine.dispose()
 
 
-@contextmanager
-def _alone(path: Path, name: str) -> Iterator[None]:
-    """One process at a time works on a study, so whatever is running when another begins has lost its process."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.{name}.lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"study {name!r} in {path} is being searched by another process. Wait for it."
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                raise
-        yield
-
-
-# ---------------------------------------------------------------------------------------------------------- progress
-
-
 class _Desk:
-    """See `engines.Desk`: the study, and the counts for the progress."""
+    """See `engines.Desk`: a study, and the counts for the progress."""
 
     def __init__(self, book: _Book, search: Search, engine: str, watch: Watch) -> None:
         self.book, self.search, self.engine, self.watch = book, search, engine, watch
-        self.began = time.perf_counter()
-        self.done = self.pruned = self.failed = self.here = self.at = 0
-        self.best: Record | None = None
+        self.tally = Tally(search, watch)
         self.interrupted: list[Interrupted] = []
         self._asked: dict[int, Any] = {}
+
+    @property
+    def done(self) -> int:
+        return self.tally.done
 
     def open(self) -> None:
         """Take up what is there."""
         self.interrupted = self.book.recover("its process ended")
-        if self.interrupted and self.watch.lost is not None:
-            self.watch.lost(self.interrupted)
-        for frozen in self.book.study.get_trials(deepcopy=False):
-            record = to_record(frozen)
-            if record.finished:
-                self._count(record)
-        self.here = 0
-        self.tell()
+        self.tally.open(self.interrupted, [r for r in self.book.read() if r.finished])
 
     def draw(self, count: int) -> list[tuple[int, Trial]]:
         asked = self.book.ask(min(count, self.search.trials - self.done - len(self._asked)), self.engine)
         self._asked |= {trial.number: trial for trial, _ in asked}
         if asked:
-            self.at = 0
-            self.tell()
+            self.tally.running, self.tally.epoch = len(self._asked), 0
+            self.tally.tell()
         return [(trial.number, self.search.build(point)) for trial, point in asked]
 
     def epoch(self, number: int, last: Epoch, best: float) -> bool:
@@ -569,8 +340,8 @@ class _Desk:
         return bool(trial.should_prune())
 
     def alive(self, epoch: int) -> None:
-        self.at = epoch
-        self.tell()
+        self.tally.epoch = epoch
+        self.tally.tell()
 
     def finish(self, result: Trained | Failed) -> None:
         """A trial has come to its end."""
@@ -579,46 +350,5 @@ class _Desk:
             self.watch.keep(number, result)
         self.book.finish(number, _result(result))
         del self._asked[number]
-        self._count(self.book.record(number))
-        self.tell()
-        self._check_hope()
-
-    def _count(self, record: Record) -> None:
-        self.done += 1
-        self.here += 1
-        self.pruned += record.state == "pruned"
-        self.failed += record.state == "failed"
-        if record.better_than(self.best):
-            self.best = record
-        if self.watch.done is not None:
-            self.watch.done(record)
-
-    def tell(self) -> None:
-        """Show how far it is."""
-        if self.watch.report is None:
-            return
-        seconds, trials = time.perf_counter() - self.began, self.search.trials
-        self.watch.report(
-            SearchProgress(
-                trials=trials,
-                done=self.done,
-                running=len(self._asked),
-                pruned=self.pruned,
-                failed=self.failed,
-                best=None if self.best is None else self.best.rmse,
-                best_number=None if self.best is None else self.best.number,
-                seconds=seconds,
-                left=seconds / self.here * max(0, trials - self.done) if self.here else None,
-                epoch=self.at,
-            )
-        )
-
-    def _check_hope(self) -> None:
-        if self.failed >= HOPELESS and self.failed == self.done:
-            reasons = [
-                r.reason for r in map(to_record, self.book.study.get_trials(deepcopy=False)) if r.state == "failed"
-            ]
-            raise RuntimeError(
-                f"all of the first {self.done} trials failed, the last with: {reasons[-1]}. They are kept; mend the "
-                f"cause and search under another name."
-            )
+        self.tally.running = len(self._asked)
+        self.tally.count(self.book.record(number))

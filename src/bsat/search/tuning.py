@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..forecaster import Forecaster
+from .contract import Outcome, Search, Watch
 from .engines import Data, Engine
 from .space import Space
-from .study import Outcome, Search, Watch, run_search
+from .study import run_search
 
 if TYPE_CHECKING:
     from .cluster import Ray
