@@ -146,7 +146,10 @@ Store = Annotated[Path, typer.Argument(help="A folder that `bsat lab run` made."
 EngineName = Annotated[
     str, typer.Option("--engine", help='"optuna", "population" (packs of trials on one GPU) or "ray".')
 ]
-AtOnce = Annotated[int | None, typer.Option(help="Trials at a time (optuna, ray).", show_default="1, with ray 5")]
+AtOnce = Annotated[
+    int | None,
+    typer.Option(help="Trials at a time (optuna, ray).", show_default="1 on a GPU, else the cores; with ray 5"),
+]
 Address = Annotated[str | None, typer.Option(help="Of a Ray cluster.", show_default="this machine")]
 Plot = Annotated[Path | None, typer.Option(help="Draw it (.png, .svg or .pdf).", show_default=False)]
 
@@ -234,7 +237,7 @@ def tune(
     from .search import Watch, tune
     from .storage import check_target
 
-    worker = make_engine(engine, Protocol(max_epochs=epochs), at_once=at_once, address=address)
+    worker = make_engine(engine, Protocol(max_epochs=epochs), at_once=at_once, address=address, device=device)
     check_target(folder)
     forecaster, table = make_forecaster(file, {**ctx.params, "degree": 3})
     folder.mkdir(parents=True, exist_ok=True)
@@ -495,7 +498,7 @@ def lab_run(
     from .lab.report import run_with_bar
     from .lab.runner import make_engine
 
-    worker = make_engine(engine, protocol, at_once=at_once, address=address)
+    worker = make_engine(engine, protocol, at_once=at_once, address=address, device=device)
     summary = run_with_bar(
         experiments, store, engine=worker, device=device, spread=spread, show=not (quiet or json_), say=not json_
     )

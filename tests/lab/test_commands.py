@@ -2,6 +2,7 @@
 
 import json
 
+import pandas as pd
 import pytest
 from tiny_lab import make_tiny
 
@@ -30,6 +31,9 @@ def test_run_tables_figures(bsat, tmp_path):
     for model in ("bsat", "uds"):
         assert f"{runs[runs['model'] == model]['test_rmse'].mean():.4g}" in out
     assert all(len(line) <= 80 for line in out.splitlines())
+    helped = pd.read_csv(tmp_path / "bsat-runs" / "tables" / "help.csv")
+    assert helped["model"].tolist() == ["bsat"]
+    assert helped["fallback"].item() == pytest.approx(runs[runs["model"] == "bsat"]["test_fallback"].mean())
     first = {p.name: p.read_bytes() for p in (tmp_path / "bsat-runs" / "tables").iterdir()}
     assert {"benchmark-solar.md", "benchmark-solar.tex", "benchmark-solar.csv", "ranks.md"} <= set(first)
     bsat("lab", "tables", "bsat-runs", "--out", "again")

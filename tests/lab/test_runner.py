@@ -20,6 +20,7 @@ from bsat.lab import Experiment, Protocol, StoreError, read, runner, select
 from bsat.lab.models import MODELS
 from bsat.lab.runner import Watcher, make_engine, run_experiments
 from bsat.search import Local, Population, Ray, read_records
+from bsat.train.device import count_cores
 from bsat.train.population import Halving
 
 LOCAL = Local(halving=Halving(1, 2))
@@ -194,7 +195,8 @@ def test_a_store_of_another_protocol_is_refused_before_anything_runs(tmp_path, m
 
 def test_engines_by_name():
     protocol = Protocol()
-    assert make_engine("optuna", protocol) == Local()
+    assert make_engine("optuna", protocol, device="cpu") == Local(min(count_cores(), 8))
+    assert make_engine("optuna", protocol, at_once=1) == Local()
     assert make_engine("population", protocol) == Population()
     assert make_engine("ray", protocol, address="auto") == Ray("auto", 5)
     assert make_engine("optuna", replace(protocol, grace=None), at_once=3) == Local(3, None)

@@ -16,7 +16,7 @@ from scipy import stats
 
 from bsat.lab import Experiment, Protocol, Run, Store, make_tables, paper, read, write_tables
 from bsat.lab.runs import METRICS
-from bsat.lab.tables import Cell, Table, bca_interval, holm, marks, place, wilcoxon
+from bsat.lab.tables import Cell, Scores, Table, bca_interval, holm, marks, place, wilcoxon
 
 PROTOCOL = Protocol()
 LEVEL = {"etth1": 3.0, "alabama-pv": 4.4, "solar": 40.0}
@@ -163,6 +163,16 @@ def test_place():
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_number_of_trials_is_counted(store):
+    runs = read(store, curves=False)
+    rows, tasks = [("bsat", "lpe")], [("etth1", 45), ("etth1", 180)]
+    assert "7 trials a seed" in Scores(runs, PROTOCOL).notes(rows, tasks)[0]
+    large = (runs["tokens"] == 180) & (runs["trial"] > 3)
+    assert "7 (45 tokens) and 4 (180 tokens) trials a seed" in Scores(runs[~large], PROTOCOL).notes(rows, tasks)[0]
+    one = large & (runs["seed"] == 2025)
+    assert "7 (45 tokens) and 4 to 7 (180 tokens)" in Scores(runs[~one], PROTOCOL).notes(rows, tasks)[0]
 
 
 def test_which_tables_there_are(tables):

@@ -9,7 +9,7 @@ from tiny_search import SPACE
 from bsat.search import Space, Watch, read_records, tune
 from small import make_forecaster, make_long
 
-SHORT = "--lookback 48 --horizon 12 --device cpu"
+SHORT = "--lookback 48 --horizon 12 --device cpu --at-once 1"
 
 
 @pytest.fixture(autouse=True)

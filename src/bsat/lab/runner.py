@@ -45,13 +45,15 @@ from ..search import (
 from ..tokens import Tokenizer
 from ..train import TokenBatches, TrainConfig, evaluate
 from ..train.batches import fit_tokenizer
-from ..train.device import find_device
+from ..train.device import count_cores, find_device
 from ..train.population import Halving, Trained, Trial
 from .models import MODELS
 from .protocol import Experiment, Protocol
 from .runs import Run, Store, read, select
 
 ENGINES = ("optuna", "population", "ray")
+CORES = 8
+"""Trials at a time on a CPU, at most: each wants some 500 MiB."""
 STUDIES, WEIGHTS = "studies.db", "weights"
 
 
@@ -82,16 +84,18 @@ class Watcher:
 
 
 def make_engine(
-    name: str, protocol: Protocol, *, at_once: int | None = None, address: str | None = None
+    name: str, protocol: Protocol, *, at_once: int | None = None, address: str | None = None, device: str = "auto"
 ) -> Engine | Ray:
-    """An engine that halves as the protocol says."""
+    """An engine that halves as the protocol says. Without `at_once`, Optuna's has one trial at a time on a GPU, and on
+    a CPU one for each core, up to `CORES`."""
     halving = None if protocol.grace is None else Halving(protocol.grace, protocol.reduction)
     if name == "optuna":
-        return Local(at_once or 1, halving)
+        cores = 1 if find_device(device).type != "cpu" else min(count_cores(), CORES)
+        return Local(cores if at_once is None else at_once, halving)
     if name == "population":
         return Population(halving=halving)
     if name == "ray":
-        return Ray(address, at_once or 5, halving)
+        return Ray(address, 5 if at_once is None else at_once, halving)
     raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {name!r}. Choose one of them.")
 
 

@@ -496,6 +496,35 @@ def variation_table(scores: Scores) -> Table:
     return Table("variation", "Coefficient of variation", header, cells, frame, notes, _rules(rows))
 
 
+def help_table(scores: Scores) -> Table | None:
+    """How often adaptive tokens needed help: shares of test windows with a ridge fallback, and with a coefficient at
+    its bound; means over the selected runs. None if no run tells."""
+    rows, tasks = [row for row in scores.rows() if MODELS[row[0]].adaptive], scores.tasks()
+    records: list[dict[str, Any]] = []
+    for row in rows:
+        for dataset, tokens in tasks:
+            group = scores.group(dataset, row, tokens)
+            rates = dict.fromkeys(("fallback", "clipped"), math.nan)
+            if group is not None:
+                rates = {n: float(group[f"test_{n}"].mean()) if f"test_{n}" in group else math.nan for n in rates}
+            records.append({"model": row[0], "encoding": row[1], "dataset": dataset, "tokens": tokens, **rates})
+    if all(math.isnan(r["fallback"]) for r in records):
+        return None
+    each = len(tasks)
+    cells = [
+        [Cell(label(*row))]
+        + [Cell(_printed("{:.1%} / {:.1%}", r["fallback"], r["clipped"])) for r in records[k * each : (k + 1) * each]]
+        for k, row in enumerate(rows)
+    ]
+    notes = [
+        *scores.notes(rows, tasks),
+        "Shares of test windows whose fit fell back on the ridge / with a coefficient clipped at its bound.",
+    ]
+    header = ("model", *(f"{dataset} {tokens}" for dataset, tokens in tasks))
+    frame = _frame(records, scores.protocol)
+    return Table("help", "Fallbacks and clipped coefficients", header, cells, frame, notes, _rules(rows))
+
+
 def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table:
     """Average rank by mean RMSE over the tasks (dataset and budget) that all models have; equals share a rank.
 
@@ -614,6 +643,9 @@ def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
         if len(rows) > 1:
             tables.append(wilcoxon_table(scores, dataset))
     tables.append(variation_table(scores))
+    helped = help_table(scores)
+    if helped is not None:
+        tables.append(helped)
     if len(scores.rows(BENCHMARKED)) > 1:
         tables.append(rank_table(scores))
     return tables

@@ -23,6 +23,7 @@ from ..tokens.door import to_whole
 from ..train import Epoch, History, TokenBatches, train
 from ..train.batches import keeps_tokens
 from ..train.checkpoint import Checkpoint
+from ..train.device import count_cores
 from ..train.population import Halving, Progress, Trained, Trial, train_population
 
 
@@ -265,7 +266,7 @@ def value_of(trained: Trained) -> float:
 def _run_processes(count: int, data: Data, desk: Desk) -> Generator[Trained | Failed, None, None]:
     """Each trial in a process that lives for several; only this one speaks with the desk."""
     context = multiprocessing.get_context("spawn")  # CUDA and threads do not survive a fork
-    threads = max(1, (os.cpu_count() or 1) // count)
+    threads = max(1, count_cores() // count)
     idle: list[_Worker] = []
     busy: dict[Any, _Worker] = {}
     try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
 
@@ -23,3 +25,8 @@ def find_device(name: str) -> torch.device:
             f"Use device='auto' or 'cpu', or install a CUDA build of torch."
         )
     return device
+
+
+def count_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
