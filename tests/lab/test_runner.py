@@ -143,6 +143,19 @@ def test_what_the_study_has_and_the_store_lacks_is_written_later(tmp_path, monke
     assert select(runs, 2)["test_rmse"].notna().all()
 
 
+def test_weights_that_are_gone_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner._Laboratory, "_score", lambda self, e: None)
+    run(tmp_path, [experiment(trials=3)])
+    monkeypatch.undo()
+    make_tiny(monkeypatch.setitem, monkeypatch.setattr)
+    kept = sorted(tmp_path.glob("weights/*.safetensors"))
+    assert len(kept) == 4, "of each seed the two that may be selected"
+    kept[0].unlink()
+    with pytest.warns(RuntimeWarning, match="1 runs of solar-bsat-6-l-rope.lpe cannot be scored"):
+        run(tmp_path, [experiment(trials=3)])
+    assert select(read(tmp_path), 2)["test_rmse"].notna().sum() == 3
+
+
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):
     write, full = os.write, False
 

@@ -16,7 +16,7 @@ from scipy import stats
 
 from bsat.lab import Experiment, Protocol, Run, Store, make_tables, paper, read, write_tables
 from bsat.lab.runs import METRICS
-from bsat.lab.tables import Cell, Scores, Table, bca_interval, holm, marks, place, wilcoxon
+from bsat.lab.tables import Cell, Scores, Table, bca_interval, holm, marks, place, rank_correlation, wilcoxon
 
 PROTOCOL = Protocol()
 LEVEL = {"etth1": 3.0, "alabama-pv": 4.4, "solar": 40.0}
@@ -165,6 +165,44 @@ def test_place():
 # ---- cells -----------------------------------------------------------------------------------------------------------
 
 
+def test_rank_correlation():
+    rng = np.random.default_rng(0)
+    cause = rng.normal(size=200)
+    a, b = cause + 0.3 * rng.normal(size=200), -cause + 0.3 * rng.normal(size=200)
+    assert rank_correlation(a, b) == pytest.approx(stats.spearmanr(a, b).statistic)
+    assert rank_correlation(a, b) < -0.8
+    assert abs(rank_correlation(a, b, cause[:, None])) < 0.2, "all of it came from their common cause"
+    direct = a + 0.1 * rng.normal(size=200)
+    assert rank_correlation(a, direct, cause[:, None]) > 0.7
+    # With one given, the partial correlation has a formula.
+    r = [[stats.spearmanr(u, v).statistic for v in (a, direct, cause)] for u in (a, direct, cause)]
+    formula = (r[0][1] - r[0][2] * r[1][2]) / math.sqrt((1 - r[0][2] ** 2) * (1 - r[1][2] ** 2))
+    assert rank_correlation(a, direct, cause[:, None]) == pytest.approx(formula)
+    assert math.isnan(rank_correlation(a, np.ones(200)))
+
+
+def test_the_table_of_spreads(tmp_path):
+    rng = np.random.default_rng(1)
+    e = Experiment("etth1", trials=12, protocol=PROTOCOL)
+    seen = []
+    with Store(tmp_path, PROTOCOL) as store:
+        for trial in range(12):
+            shape = {"learning_rate": rng.uniform(), "n_layers": 2, "d_model": 16 * (1 + trial % 3)}
+            bases = [[1e4, 1e4], [1e4 - 3, 1e4 + rng.uniform(0, 100)]]
+            rest = {"configuration": shape, "status": "finished", "val": {"rmse": 3.0}, "bases": bases}
+            store.add(Run(experiment=e, seed=2025, trial=trial, **rest))
+            rmse = rng.uniform(2, 3)
+            store.add_test(e, 2025, trial, {"rmse": rmse, "mae": 1, "mse": 1, "smape": 1}, "spread")
+            seen.append((bases[1][1] - bases[1][0], rmse))
+    (table,) = [t for t in make_tables(read(tmp_path, curves=False), PROTOCOL) if t.name == "spread"]
+    (row,) = table.frame.to_dict("records")
+    spread, rmse = np.array(seen).T
+    assert row["median"] == pytest.approx(np.median(spread))
+    assert row["correlation"] == pytest.approx(stats.spearmanr(spread, rmse).statistic)
+    assert row["runs"] == 12
+    assert -1 <= row["partial"] <= 1
+
+
 def test_the_number_of_trials_is_counted(store):
     runs = read(store, curves=False)
     rows, tasks = [("bsat", "lpe")], [("etth1", 45), ("etth1", 180)]
@@ -186,8 +224,16 @@ def test_which_tables_there_are(tables):
         "benchmark-solar",
         "wilcoxon-solar",
         "variation",
+        "effort",
         "ranks",
     ]
+
+
+def test_effort(tables, store):
+    frame, runs = tables["effort"].frame, read(store)
+    assert frame["trials"].iloc[-1] == len(runs) == frame["trials"].iloc[:-1].sum()
+    assert (frame["finished"] + frame["halved"] + frame["failed"] == frame["trials"]).all()
+    assert f"Failed: diverged ({(runs['status'] == 'failed').sum()})." in tables["effort"].notes
 
 
 @pytest.mark.parametrize("dataset", LEVEL)

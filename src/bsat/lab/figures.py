@@ -22,7 +22,7 @@ from . import paper
 from .models import MODELS
 from .protocol import ENCODINGS, Protocol
 from .runs import CELL, read, read_protocol
-from .tables import EMPTY, PAPER_DATASETS, Scores, bca_interval, label
+from .tables import EMPTY, LEAST, PAPER_DATASETS, Scores, bca_interval, label
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FORMATS = ("png", "svg")
-LEAST = 8
-"""Tested runs of a cell below which quartiles of two runs each are not to be had."""
 START = 10_000
 """Where learned bases begin."""
 SMALL = 8
@@ -245,7 +243,7 @@ def spread_changes(runs: pd.DataFrame) -> pd.DataFrame:
     """
     import pandas as pd
 
-    known = runs.assign(spread=runs["bases"].map(_spread)).dropna(subset="spread")
+    known = runs.dropna(subset="spread")
     records = []
     for cell, of in known.groupby(CELL):
         tested = of[of["test_rmse"].notna()]
@@ -258,10 +256,6 @@ def spread_changes(runs: pd.DataFrame) -> pd.DataFrame:
         sizes = {"runs": len(of), "tested": len(tested)}
         records.append({**dict(zip(CELL, cell, strict=True)), **changes, "median": float(np.median(spread)), **sizes})
     return pd.DataFrame(records, columns=[*CELL, "Q2", "Q3", "Q4", "median", "runs", "tested"])
-
-
-def _spread(learned: Any) -> float:
-    return float(np.ptp(np.array(learned[-1], dtype=np.float64))) if learned else math.nan
 
 
 def spread(runs: pd.DataFrame, protocol: Protocol) -> Figure:

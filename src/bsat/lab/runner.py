@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -95,7 +96,8 @@ def make_engine(
     if name == "population":
         return Population(halving=halving)
     if name == "ray":
-        return Ray(address, 5 if at_once is None else at_once, halving)
+        at_once = 5 if at_once is None else at_once
+        return Ray(address, at_once, halving, gpus=1 / at_once if find_device(device).type == "cuda" else 0)
     raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {name!r}. Choose one of them.")
 
 
@@ -267,8 +269,8 @@ class _Laboratory:
             self.watcher.scored(experiment, count)
 
     def _score_runs(self, experiment: Experiment, runs: list[Any], why: str) -> int:
-        """Those that have no scores yet; tables say how many could not be tested, for want of their weights."""
-        tokenizer, count = self._tokenizer(experiment), 0
+        """Those that have no scores yet."""
+        tokenizer, count, gone = self._tokenizer(experiment), 0, 0
         for run in runs:
             seed, trial = int(run["seed"]), int(run["trial"])
             if not math.isnan(run["test_rmse"]):
@@ -278,6 +280,15 @@ class _Laboratory:
                 built = self._search(experiment, seed, tokenizer).build(run["configuration"])
                 self.store.add_test(experiment, seed, trial, self._test(experiment.dataset, built, state), why)
                 count += 1
+            else:
+                gone += 1
+        if gone:
+            warnings.warn(
+                f"{gone} runs of {'-'.join(map(str, experiment.cell.values()))} cannot be scored on the test fold: "
+                f"their weights are no longer in {self.weights.folder}. Tables count them as not tested.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         return count
 
     def _test(self, dataset: str, trial: Trial, state: dict[str, Tensor]) -> dict[str, float]:

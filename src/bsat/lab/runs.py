@@ -461,7 +461,8 @@ def read_protocol(folder: os.PathLike[str] | str) -> Protocol:
 def read(folder: os.PathLike[str] | str, protocol: Protocol | None = None, *, curves: bool = True) -> pd.DataFrame:
     """All runs of a store, one row each, test scores beside them where there are any (else NaN).
 
-    Rows come in the order of `KEY`, whoever wrote them. Torn and damaged lines are passed over with a warning. Of
+    Rows come in the order of `KEY`, whoever wrote them. `spread` is the largest less the smallest of the learned bases
+    at a run's end. Torn and damaged lines are passed over with a warning. Of
     records of one run, what finished or was halved goes before what failed, then the one written first; a warning says
     so if they differ.
 
@@ -516,7 +517,7 @@ def _records(folder: Path, protocol: Protocol, curves: bool) -> Iterator[dict[st
                 )
             record["check"] = _digest(line).decode()  # an order for records of the same millisecond
             if not curves:
-                record["curve"] = record["bases"] = None
+                record["curve"], record["bases"] = None, (record.get("bases") or [])[-1:]
             yield record
 
 
@@ -544,8 +545,14 @@ def _frame(runs: dict[tuple[Any, ...], dict[str, Any]], tests: dict[tuple[Any, .
     rest = ["configuration", "curve", "bases", "seconds", "memory", "pack", "device", "engine", "versions", "written"]
     columns = [*KEY, "status", "reason", *scores, *more, "why", *rest, "experiment", "protocol"]
     frame = pd.DataFrame(rows, columns=columns)
-    numbers = [*scores, *more, "seconds", "memory", "pack"]
+    frame.insert(frame.columns.get_loc("why"), "spread", frame["bases"].map(_spread))  # type: ignore[arg-type]
+    numbers = [*scores, *more, "spread", "seconds", "memory", "pack"]
     return frame.astype(dict.fromkeys(numbers, "float64") | dict.fromkeys(("tokens", "seed", "trial"), "int64"))
+
+
+def _spread(bases: Any) -> float:
+    """The largest less the smallest base when a run ended; NaN if none is learned."""
+    return max(bases[-1]) - min(bases[-1]) if isinstance(bases, list) and bases else math.nan
 
 
 def select(runs: pd.DataFrame, k: int) -> pd.DataFrame:

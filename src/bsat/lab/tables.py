@@ -23,7 +23,7 @@ from ..atomic import replacing
 from . import paper
 from .models import MODELS
 from .protocol import BUDGETS, ENCODINGS, Protocol
-from .runs import CELL, METRICS, read, read_protocol, select
+from .runs import CELL, METRICS, STATUSES, read, read_protocol, select
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -34,6 +34,8 @@ BENCHMARKED = ("lpe", "l-rope+lpe")
 """The encodings of the paper's full benchmark."""
 FORMATS = ("md", "tex", "csv")
 EMPTY = "–"
+LEAST = 8
+"""Tested runs of a cell below which nothing is said about their spreads: quartiles of two runs each."""
 PAPER_DATASETS = ("etth1", "alabama-pv", "ecl")
 
 Row = tuple[str, str]
@@ -525,6 +527,96 @@ def help_table(scores: Scores) -> Table | None:
     return Table("help", "Fallbacks and clipped coefficients", header, cells, frame, notes, _rules(rows))
 
 
+def effort_table(runs: pd.DataFrame, protocol: Protocol) -> Table:
+    """What it took: trials by how they ended, and minutes of training on whatever trained them; why trials failed."""
+    records: list[dict[str, Any]] = []
+    for cell, of in [*runs.groupby(["dataset", "tokens"]), (("all", None), runs)]:
+        dataset, tokens = cast("tuple[str, int | None]", cell)
+        counts = {status: int((of["status"] == status).sum()) for status in STATUSES}
+        minutes = float(of["seconds"].sum()) / 60
+        devices = ", ".join(sorted(set(of["device"]) - {""}))
+        records.append(
+            {"dataset": dataset, "tokens": tokens, "trials": len(of), **counts, "minutes": minutes, "devices": devices}
+        )
+    cells = [
+        [Cell("" if v is None else f"{v:.1f}" if isinstance(v, float) else str(v)) for v in r.values()] for r in records
+    ]
+    failed = runs[runs["status"] == "failed"]
+    reasons = [f"{reason} ({count})" for reason, count in sorted(failed["reason"].value_counts().items())]
+    notes = [
+        f"Protocol `{protocol.short}`. Minutes are those of training alone; a trial that trained in a pack counts its "
+        "share.",
+        f"Failed: {'; '.join(reasons) or 'none'}.",
+    ]
+    frame = _frame(records, protocol).astype({"tokens": "Int64"})
+    return Table("effort", "What it took", tuple(records[0]), cells, frame, notes, frozenset({len(records) - 1}))
+
+
+SHAPED = ("learning_rate", "n_layers", "d_model")
+"""What a run's spread of bases and its error both hang on."""
+
+
+def spread_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
+    """Whether runs whose learned bases spread wider have smaller errors (appendix, Learned RoPE Base Heatmap).
+
+    Spearman's rank correlation of spread and test RMSE over all tested runs of a cell; and the partial one, given what
+    both hang on: a larger learning rate moves the bases further and trains better, so that the first alone does not say
+    what the spread is good for. None without cells of `LEAST` tested runs.
+    """
+    records: list[dict[str, Any]] = []
+    for cell, of in runs.dropna(subset=["spread", "test_rmse"]).groupby(CELL, sort=False):
+        dataset, model, tokens, encoding = cast("tuple[str, str, int, str]", cell)
+        if len(of) < LEAST:
+            continue
+        given = np.array([[c.get(name, math.nan) for name in SHAPED] for c in of["configuration"]], dtype=np.float64)
+        spread, rmse = of["spread"].to_numpy(float), of["test_rmse"].to_numpy(float)
+        records.append(
+            {
+                "dataset": dataset,
+                "model": model,
+                "encoding": encoding,
+                "tokens": tokens,
+                "runs": len(of),
+                "median": float(np.median(spread)),
+                "correlation": rank_correlation(spread, rmse),
+                "partial": rank_correlation(spread, rmse, given),
+            }
+        )
+    if not records:
+        return None
+    place = {name: k for k, name in enumerate(MODELS)}
+    records.sort(key=lambda r: (r["dataset"], place[r["model"]], ENCODINGS.index(r["encoding"]), r["tokens"]))
+    cells = []
+    for r in records:
+        numbers = [
+            _printed("{:,.1f}", r["median"]),
+            _printed("{:+.2f}", r["correlation"]),
+            _printed("{:+.2f}", r["partial"]),
+        ]
+        words = (label(r["model"], r["encoding"]), r["dataset"], str(r["tokens"]), str(r["runs"]), *numbers)
+        cells.append([Cell(text) for text in words])
+    header = ("model", "dataset", "tokens", "runs", "median spread", "correlation", "partial")
+    notes = [
+        f"Protocol `{protocol.short}`. All runs with test scores; the spread is the largest less the smallest base at "
+        "the end of a run.",
+        "Correlation: Spearman's, of spread and test RMSE; negative says that wider is better. Partial: the same with "
+        "the ranks of learning rate, layers and width taken out of both.",
+    ]
+    title = "Spread of learned bases and test error"
+    return Table("spread", title, header, cells, _frame(records, protocol), notes, words=2)
+
+
+def rank_correlation(a: np.ndarray, b: np.ndarray, given: np.ndarray | None = None) -> float:
+    """Spearman's; with `given` (n, k), after its ranks are taken out of both by least squares. NaN if one is
+    constant."""
+    rank = _scipy_stats().rankdata
+    x, y = rank(a), rank(b)
+    basis = np.ones((len(x), 1)) if given is None else np.column_stack([np.ones(len(x)), rank(given, axis=0)])
+    x, y = (v - basis @ np.linalg.lstsq(basis, v, rcond=None)[0] for v in (x, y))
+    size = math.sqrt(float(x @ x) * float(y @ y))
+    return float(x @ y) / size if size > 1e-9 * len(x) ** 3 and np.isfinite(basis).all() else math.nan
+
+
 def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table:
     """Average rank by mean RMSE over the tasks (dataset and budget) that all models have; equals share a rank.
 
@@ -643,9 +735,8 @@ def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
         if len(rows) > 1:
             tables.append(wilcoxon_table(scores, dataset))
     tables.append(variation_table(scores))
-    helped = help_table(scores)
-    if helped is not None:
-        tables.append(helped)
+    tables += [table for table in (help_table(scores), spread_table(runs, protocol)) if table is not None]
+    tables.append(effort_table(runs, protocol))
     if len(scores.rows(BENCHMARKED)) > 1:
         tables.append(rank_table(scores))
     return tables
