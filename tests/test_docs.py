@@ -8,7 +8,7 @@ import pytest
 import bsat
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("docs/results/*.md")])
 
 
 def blocks(page, language):
@@ -62,3 +62,11 @@ def test_commands_of_the_docs_exist():
                     command = command.commands[rest.split()[0]]
                 options = {o for p in command.params for o in p.opts}
                 assert set(re.findall(r"(?<= )--[a-z-]+", rest.split("#")[0])) <= options, (page.name, name, rest)
+
+
+def test_published_tables_are_those_of_the_published_runs(tmp_path):
+    from bsat.lab import write_tables
+
+    results = ROOT / "docs" / "results" / "runs"
+    made = {path.name: path.read_bytes() for path in write_tables(results, tmp_path, ["md"])}
+    assert made == {path.name: path.read_bytes() for path in (results / "tables").iterdir()}
