@@ -250,6 +250,8 @@ def tune(
     if not json_:
         print(format_trials(outcome) + "\n", flush=True)
     best.fit(table)
+    if best.history_.stopped == "interrupted":  # the search is kept, and the best is soon trained again
+        raise KeyboardInterrupt
     best.save(folder)
     picture = draw_last_window(best, table, folder / "forecast.png")
     if json_:
@@ -752,6 +754,7 @@ def main() -> None:
             text = re.sub(ours, theirs, text)
         print(f"bsat: {text}", file=sys.stderr)
         raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print("bsat: stopped", file=sys.stderr)
-        raise SystemExit(130) from None
+    except SystemExit as end:
+        if end.code == 130:  # typer's word for Ctrl-C
+            print("bsat: stopped", file=sys.stderr)
+        raise

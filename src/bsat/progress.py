@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -35,6 +36,7 @@ class TrainingBar:
                 TimeRemainingColumn(elapsed_when_finished=False),
                 console=Console(stderr=True),
                 transient=True,
+                redirect_stdout=sys.stdout.isatty(),
             )
             self._bar.start()
             self._task = self._bar.add_task(
@@ -87,6 +89,7 @@ class SearchBar:
             TextColumn("{task.fields[text]}"),
             console=Console(stderr=True),
             transient=True,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file is none of its business
         )
         self._bar.start()
         self._task = self._bar.add_task("search", total=self.trials, text="")

@@ -73,12 +73,14 @@ def test_json(bsat):
         ("lab run etth2", "one of etth1"),
         ("lab run solar --models informer", "--models must be one of"),
         ("lab run solar --encodings alibi", "--encoding must be one of"),
-        ("lab run solar --tokens 720", "--tokens must be fewer than the lookback"),
+        ("lab run solar --tokens 720", "fewer than the lookback = 720; got 720"),
         ("lab run solar --tokens many", "--tokens must be whole numbers"),
         ("lab run solar --seeds ,", "--seeds must name at least one"),
         ("lab run solar --trials 0", "--trials must be at least 1"),
         ("lab run solar --engine slurm", "--engine must be one of"),
         ("lab run solar --device tpu", "--device must be"),
+        ("lab run solar --engine population --at-once 3", "--at-once must be left out"),
+        ("lab run solar --address 10.0.0.1:6379", "Use engine 'ray'"),
         ("lab tables nowhere", "nowhere"),
         ("lab figures nowhere", "nowhere"),
     ],
@@ -96,6 +98,7 @@ def test_a_store_of_another_protocol(bsat):
     code, _, err = bsat(*RUN.replace("--epochs 2", "--epochs 3").split())
     assert code == 2
     assert "max_epochs 2 instead of 3" in err
+    assert "writable" not in err
     assert "Name another folder" in err
 
 

@@ -92,8 +92,8 @@ def test_spelling_and_order_do_not_count():
 
 
 def test_there_and_back():
-    e = Experiment("ecl", "patchtst", 180, "f-rope", 12, Protocol(seeds=(1,), grace=None))
-    assert Experiment.from_dict(json.loads(json.dumps(e.to_dict()))) == e
+    protocol = Protocol(seeds=(1,), grace=None)
+    assert Protocol.from_dict(json.loads(json.dumps(protocol.to_dict()))) == protocol
     with pytest.raises(ValueError, match="missing: max_epochs; unknown: max_epoch"):
         Protocol.from_dict({"max_epoch" if k == "max_epochs" else k: v for k, v in Protocol().to_dict().items()})
 
@@ -115,9 +115,11 @@ def test_encodings_are_the_models():
         ({"dataset": "etth2"}, r"one of etth1, .*got 'etth2'\. Did you mean etth1"),
         ({"model": "informer"}, "`model` must be one of 'bsat', .*'uds', 'patchtst'; got 'informer'"),
         ({"encoding": "alibi"}, "`encoding` must be one of 'lpe'.*got 'alibi'"),
-        ({"tokens": 720}, "`tokens` must be fewer than the lookback = 720; got 720"),
+        ({"tokens": 720}, "`tokens` must be at least 8 and fewer than the lookback = 720; got 720"),
+        ({"tokens": 7}, "`tokens` must be at least 8 and fewer"),
+        ({"tokens": 720, "model": "uds"}, "`tokens` must be at least 2 and fewer"),
         ({"trials": 0}, "`trials` must be at least 1; got 0"),
-        ({"tokens": 1}, "`tokens` must be at least 2; got 1"),
+        ({"tokens": 0}, "`tokens` must be at least 1; got 0"),
         ({"model": "patchtst", "tokens": 50}, "divide it, for PatchTST's patches; got 50.*45 or 90 or 180"),
     ],
 )

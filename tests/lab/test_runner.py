@@ -151,7 +151,7 @@ def test_weights_that_are_gone_are_told(tmp_path, monkeypatch):
     kept = sorted(tmp_path.glob("weights/*.safetensors"))
     assert len(kept) == 4, "of each seed the two that may be selected"
     kept[0].unlink()
-    with pytest.warns(RuntimeWarning, match="1 runs of solar-bsat-6-l-rope.lpe cannot be scored"):
+    with pytest.warns(RuntimeWarning, match=r"1 runs of solar-bsat-6.* cannot be scored.*weights are no longer"):
         run(tmp_path, [experiment(trials=3)])
     assert select(read(tmp_path), 2)["test_rmse"].notna().sum() == 3
 
@@ -225,11 +225,56 @@ def test_kin_are_searched_together_and_others_are_not(tmp_path):
     assert begun == [["bsat", "bsat-safe"], ["uds"]]
 
 
+def test_a_search_whose_study_is_gone_is_refused(tmp_path):
+    """Its numbers would come to mean other trials, and their weights be scored for them."""
+    run(tmp_path, [experiment(trials=3)])
+    before = len(read(tmp_path))
+    (tmp_path / "studies.db").unlink()
+    with pytest.raises(StoreError, match=r"has trial 0 of solar-bsat-6.*another engine, or its files"):
+        run(tmp_path, [experiment(trials=4)])
+    with pytest.raises(StoreError, match="by engine 'ray' does not know it"):
+        run(tmp_path, [experiment(trials=4)], Ray())
+    assert len(read(tmp_path)) == before
+
+
+def test_weights_of_another_configuration_are_not_scored(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner._Laboratory, "_score", lambda self, e: None)
+    run(tmp_path, [experiment(trials=3)])
+    monkeypatch.undo()
+    make_tiny(monkeypatch.setitem, monkeypatch.setattr)
+    one, two, *_ = sorted(tmp_path.glob("weights/*.safetensors"))
+    two.write_bytes(one.read_bytes())
+    with pytest.warns(RuntimeWarning, match="1 runs of solar-bsat-6"):
+        run(tmp_path, [experiment(trials=3)])
+
+
+def start(folder, engine, trials, model="bsat"):
+    """A process of its own."""
+    call = f"tiny_lab.run_to_be_killed({str(folder)!r}, {engine!r}, {trials}, {model!r})"
+    code = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import tiny_lab; {call}"
+    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.PIPE)
+
+
+def test_processes_share_a_new_store(tmp_path):
+    """Different cells at once; the same cell is refused while another process is at it."""
+    folder = tmp_path / "runs"
+    processes = [start(folder, "optuna", 3, model) for model in ("bsat", "uds", "patchtst")]
+    errors = [process.communicate(timeout=120)[1].decode() for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], errors
+    assert len(read(folder)) == 3 * len(PROTOCOL.seeds) * 3
+    assert not list(folder.glob(".*.lock"))
+    cell = runner.alone(folder / "run", "solar-uds-6-l-rope+lpe")
+    with cell, pytest.raises(BlockingIOError, match="Wait for it"):
+        run(folder, [experiment("uds", trials=3)])
+
+
+def test_an_experiment_named_twice_is_one(tmp_path):
+    run(tmp_path, [experiment(trials=2), experiment(trials=2)])
+    assert len(read(tmp_path)) == 4
+
+
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------
 
-CODE = (
-    "import sys; sys.path[:0] = {paths!r}; import tiny_lab; tiny_lab.run_to_be_killed({folder!r}, {engine!r}, {trials})"
-)
 KILLS = 10
 
 
@@ -237,19 +282,15 @@ KILLS = 10
 def test_killed_at_any_moment(tmp_path, engine):
     """Ten kills for each engine, twenty in all. Three of four come while trials train."""
     folder, notes, trials = tmp_path / "runs", tmp_path / "notes.jsonl", 12
-    code = CODE.format(paths=[str(Path(__file__).parent)], folder=str(folder), engine=engine, trials=trials)
     rng = random.Random(f"kills of {engine}")
 
     def heard():
         return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
 
-    def start():
-        return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.PIPE)
-
     kills = 0
     while kills < KILLS:
         before = len(heard())
-        process = start()
+        process = start(folder, engine, trials)
         if kills % 4:
             while process.poll() is None and not any("working" in n for n in heard()[before:]):
                 time.sleep(0.01)
@@ -259,12 +300,11 @@ def test_killed_at_any_moment(tmp_path, engine):
         if process.poll() is not None:
             assert process.returncode == 0, process.stderr.read().decode()
             trials += 6  # it was done before its time: more to do
-            code = CODE.format(paths=[str(Path(__file__).parent)], folder=str(folder), engine=engine, trials=trials)
             continue
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         kills += 1
-    process = start()
+    process = start(folder, engine, trials)
     _, error = process.communicate(timeout=300)
     assert process.returncode == 0, error.decode()
 
@@ -298,7 +338,7 @@ def test_unknown_names():
         ({"dataset": "etth2"}, "Did you mean etth1"),
         ({"model": "informer"}, "`model` must be one of"),
         ({"encoding": "alibi"}, "`encoding` must be one of"),
-        ({"tokens": 9999}, "`tokens` must be fewer than the lookback"),
+        ({"tokens": 9999}, "fewer than the lookback"),
     ):
         with pytest.raises(ValueError, match=message):
             Experiment(**{"dataset": "etth1", **words})

@@ -147,6 +147,16 @@ def test_runs_that_cannot_be(changes, error, message):
         make_run(**changes)
 
 
+def test_the_spread_is_that_of_the_end(tmp_path):
+    with Store(tmp_path, PROTOCOL) as store:
+        store.add(make_run(trial=0, bases=[[9_000.0, 12_345.0], [10_000.0, 10_025.5]]))
+        store.add(make_run(trial=1, bases=[]))
+    for curves in (True, False):
+        spread = read(tmp_path, curves=curves)["spread"].tolist()
+        assert spread[0] == 25.5
+        assert np.isnan(spread[1])
+
+
 def test_what_json_does_not_know(tmp_path):
     with Store(tmp_path, PROTOCOL) as store:
         with pytest.raises(TypeError, match="`x` must hold numbers, words, lists and dicts; got <object"):

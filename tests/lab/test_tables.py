@@ -358,7 +358,7 @@ def test_the_spread_does_not_enter(tables):
 def test_made_twice_they_are_the_same_bytes(store, tmp_path):
     one, two = write_tables(store, tmp_path / "one"), write_tables(store, tmp_path / "two")
     assert [p.name for p in one] == [p.name for p in two]
-    assert len(one) == 10 * 3
+    assert len(one) == 11 * 3
     for a, b in zip(one, two, strict=True):
         assert a.read_bytes() == b.read_bytes()
 
@@ -441,13 +441,15 @@ def test_one_run(tmp_path):
         with pytest.raises(ValueError, match="got 1 runs, 1 of them selected, none tested"):
             make_tables(read(tmp_path), PROTOCOL)
         store.add_test(e, 2025, 0, {"rmse": 2.95, "mae": 2.0, "mse": 8.7, "smape": 29.0})
-    benchmark, variation = make_tables(read(tmp_path), PROTOCOL)
+    benchmark, variation, effort = make_tables(read(tmp_path), PROTOCOL)
+    assert effort.frame["trials"].tolist() == [1, 1]
     assert benchmark.rows[0][2] == Cell("2.950 (–)", "best")
     assert benchmark.rows[0][3] == Cell("2.942 (2.910/2.990) inside")
     assert variation.rows[0][1].text == "– (2.7%)"
     assert write_tables(tmp_path, tmp_path / "out", ["md"]) == [
         tmp_path / "out" / "benchmark-etth1.md",
         tmp_path / "out" / "variation.md",
+        tmp_path / "out" / "effort.md",
     ]
 
 

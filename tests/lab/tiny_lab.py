@@ -35,7 +35,7 @@ def make_tiny(setitem, setattr_):
     setattr_(catalog, "load", lambda name, **_: load(name).iloc[4000:4500].reset_index(drop=True))
 
 
-def run_to_be_killed(folder, engine, trials):
+def run_to_be_killed(folder, engine, trials, model="bsat"):
     """In a process of its own. Notes when a search begins to train, and every training that comes to its end."""
     import json
     import time
@@ -58,7 +58,7 @@ def run_to_be_killed(folder, engine, trials):
 
     def keep_and_note(self, number, trained):
         keep(self, number, trained)
-        note(trained=number, point=SPACE.to_point(trained.trial), seed=self.seed)
+        note(trained=number, point=self.search.space.to_point(trained.trial), seed=self.seed)
 
     runner._Kept.keep = keep_and_note
     quiet = True
@@ -74,7 +74,7 @@ def run_to_be_killed(folder, engine, trials):
 
     note(begin=True)
     runner.run_experiments(
-        [experiment(trials=trials)],
+        [experiment(model, trials=trials)],
         folder,
         engine=POPULATION if engine == "population" else Local(halving=Halving(1, 2)),
         device="cpu",

@@ -12,14 +12,16 @@ import time
 from dataclasses import replace
 from unittest.mock import Mock
 
+import numpy as np
 import optuna
 import pytest
 from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed
 
 import bsat
-from bsat.search import Failed, Local, Population, Real, Sampler, Space, read_records
+from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, read_records
+from bsat.search.contract import Rungs
 from bsat.search.engines import train_alone
-from bsat.train.population import Trial, train_population
+from bsat.train.population import Halving, Trial, train_population
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 KILLS = 6
@@ -286,9 +288,81 @@ def test_a_search_in_which_all_fails_gives_up(tmp_path, data):
             while drawn := desks[0].draw(1):
                 yield 0, Failed(drawn[0][0], "no disk")
 
-    with pytest.raises(RuntimeError, match=r"first 10 trials failed.*no disk"):
+    with pytest.raises(RuntimeError, match=r"10 trials in a row failed.*no disk.*start again"):
         search(tmp_path, engine=Never(), data=data, trials=50)
     assert len(read_records(tmp_path / "study.db", "tiny")) == 10
+
+
+def test_rungs_are_those_of_optunas_pruner():
+    """On values that nobody interrupted."""
+    rng = np.random.default_rng(3)
+    rungs = Rungs(Halving(2, 3), max_epochs=20)
+    study = optuna.create_study(pruner=optuna.pruners.SuccessiveHalvingPruner(2, 3, 0))
+    ended = []
+    for _ in range(60):
+        trial, best, ours, theirs = study.ask(), np.inf, None, None
+        for epoch in range(1, 21):
+            best = min(best, rng.uniform())
+            trial.report(best, epoch)
+            if rungs.ends(epoch, best):
+                ours = epoch
+            if trial.should_prune():
+                theirs = epoch
+            if ours or theirs:
+                break
+        assert ours == theirs
+        ended.append(ours)
+        study.tell(trial, best)
+    assert {2, 6} <= set(ended)
+
+
+def test_an_interruption_changes_nothing_about_halving(tmp_path, data):
+    whole = search(tmp_path, data=data, name="whole", trials=8)
+
+    def stop(progress):
+        if progress.done >= 2 and progress.epoch == 3:  # behind the first rung
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, data=data, name="stopped", trials=8, report=stop)
+    again = search(tmp_path, data=data, name="stopped", trials=8)
+    ends = [[(r.state, r.value, len(r.history.epochs)) for r in o.finished] for o in (whole, again)]
+    assert ends[0] == ends[1]
+    assert len(again.records) > 8, "one was in flight"
+
+
+@pytest.mark.parametrize("engine", ["optuna", "population", "few"])
+def test_errors_of_who_listens_are_not_the_trials(tmp_path, data, engine):
+    def broken(progress):
+        if progress.epoch:
+            raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="the terminal is gone"):
+        search(tmp_path, engine=engine, data=data, report=broken)
+    assert not [r for r in read_records(tmp_path / "study.db", "tiny") if r.state == "failed"]
+
+
+def test_a_damaged_file_is_told_as_one(tmp_path, data):
+    (tmp_path / "study.db").write_bytes(b"garbage" * 1000)
+    with pytest.raises(OSError, match=r"study.db cannot be used as the file of a study.*move the file away"):
+        search(tmp_path, data=data)
+
+
+def test_a_point_that_cannot_be_built_fails_and_the_search_goes_on(tmp_path, data):
+    space = replace(SPACE, n_heads=Categorical((2, 3)), d_model=Categorical((8,)))
+    outcome = search(tmp_path, data=data, space=space, trials=6)
+    failed = [r for r in outcome.finished if r.state == "failed"]
+    assert len(outcome.finished) == 6
+    assert 0 < len(failed) < 6
+    assert all("d_model" in r.reason for r in failed)
+    with pytest.raises(ValueError, match="n_tokens"):
+        search(
+            tmp_path,
+            data=data,
+            name="degree",
+            space=replace(SPACE, degree=Whole(1, 6)),
+            tokenizer=bsat.BSplineTokenizer(6),
+        )
 
 
 def test_a_study_goes_on_only_as_it_began(tmp_path, data):

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from ..data.catalog import HORIZON, LOOKBACK, find_dataset
+from ..search.space import Whole
 from ..tokens.door import check_choice, to_whole
 from .models import MODELS, SPACES
 
@@ -136,11 +137,12 @@ class Experiment:
             value = getattr(self, name)
             object.__setattr__(self, name, value.strip().lower() if isinstance(value, str) else value)
             check_choice(getattr(self, name), name, choices)
-        object.__setattr__(self, "tokens", to_whole(self.tokens, "tokens", 2))
+        object.__setattr__(self, "tokens", to_whole(self.tokens, "tokens", 1))
         object.__setattr__(self, "trials", to_whole(self.trials, "trials", 1))
-        lookback = self.protocol.lookback
-        if self.tokens >= lookback or (self.model == "patchtst" and lookback % self.tokens):
-            rule = f"be fewer than the lookback = {lookback}"
+        lookback, degree = self.protocol.lookback, MODELS[self.model].space(self.protocol.space).degree
+        least = degree.high + 2 if isinstance(degree, Whole) else 2
+        if not least <= self.tokens < lookback or (self.model == "patchtst" and lookback % self.tokens):
+            rule = f"be at least {least} and fewer than the lookback = {lookback}"
             if self.model == "patchtst":
                 rule += " and divide it, for PatchTST's patches"
             budgets = " or ".join(map(str, BUDGETS))
@@ -169,13 +171,6 @@ class Experiment:
     def to_dict(self) -> dict[str, Any]:
         """For JSON; flat."""
         return {**self.cell, "trials": self.trials, **self.protocol.to_dict()}
-
-    @classmethod
-    def from_dict(cls, d: dict[str, Any]) -> Experiment:
-        """From JSON."""
-        rest = dict(d)
-        own = {name: rest.pop(name) for name in ("dataset", "model", "tokens", "encoding", "trials") if name in rest}
-        return cls(**own, protocol=Protocol.from_dict(rest))
 
     def under(self, **changes: Any) -> Experiment:
         """The same cell under another protocol."""

@@ -88,6 +88,9 @@ def _line(folder: os.PathLike[str] | str, experiment: Experiment, seconds: float
     rmse = scores.mean(experiment.dataset, (experiment.model, experiment.encoding), experiment.tokens)
     counts = [f"{(runs['status'] == status).sum()} {status}" for status in ("halved", "failed")]
     words = ", ".join([f"{len(runs)} trials", *(c for c in counts if not c.startswith("0 "))])
+    if not len(scores.selected):
+        reasons = runs[runs["status"] == "failed"]["reason"].tolist()
+        return f"{name_of(experiment):<34} no run could be tested ({words}); {reasons[-1] if reasons else 'see above'}"
     return f"{name_of(experiment):<34} test RMSE {rmse:.4g} of {len(scores.selected)} runs ({words}) {seconds:.0f} s"
 
 

@@ -9,11 +9,12 @@ have, it gets when the search goes on. So a process may be killed at any moment.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -43,6 +45,8 @@ from ..search import (
     Watch,
     run_searches,
 )
+from ..search.contract import alone
+from ..search.study import read_search
 from ..tokens import Tokenizer
 from ..train import TokenBatches, TrainConfig, evaluate
 from ..train.batches import fit_tokenizer
@@ -50,7 +54,7 @@ from ..train.device import count_cores, find_device
 from ..train.population import Halving, Trained, Trial
 from .models import MODELS
 from .protocol import Experiment, Protocol
-from .runs import Run, Store, read, select
+from .runs import KEY, Run, Store, StoreError, read, select
 
 ENGINES = ("optuna", "population", "ray")
 CORES = 8
@@ -90,6 +94,10 @@ def make_engine(
     """An engine that halves as the protocol says. Without `at_once`, Optuna's has one trial at a time on a GPU, and on
     a CPU one for each core, up to `CORES`."""
     halving = None if protocol.grace is None else Halving(protocol.grace, protocol.reduction)
+    if at_once is not None and name == "population":
+        raise ValueError("`at_once` must be left out with engine 'population', which trains as many as fit.")
+    if address is not None and name != "ray":
+        raise ValueError(f"`address` is that of a Ray cluster; got {address!r} with engine {name!r}. Use engine 'ray'.")
     if name == "optuna":
         cores = 1 if find_device(device).type != "cpu" else min(count_cores(), CORES)
         return Local(cores if at_once is None else at_once, halving)
@@ -128,7 +136,7 @@ def run_experiments(
         for other in experiments:
             store.check(other)
         laboratory = _Laboratory(store, engine or Local(), where, spread, watcher or Watcher())
-        for _, group in groupby(experiments, key=laboratory.kin):
+        for _, group in groupby(dict.fromkeys(experiments), key=laboratory.kin):
             laboratory.run(list(group))
     return Path(folder)
 
@@ -142,9 +150,8 @@ class _Laboratory:
         self.store, self.engine, self.device, self.spread, self.watcher = store, engine, device, spread, watcher
         self.weights = _Weights(store.folder / WEIGHTS)
         self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        runs = read(store.folder, curves=False)
-        columns = [runs[name] for name in ("dataset", "model", "tokens", "encoding", "seed", "trial")]
-        self.stored = set(zip(*columns, strict=True))
+        self.stored: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """configurations by the keys of their runs"""
         self._split = cache(self._load)
 
     def kin(self, experiment: Experiment) -> tuple[Any, ...]:
@@ -157,7 +164,7 @@ class _Laboratory:
     def _load(self, dataset: str) -> Split:
         protocol = self.store.protocol
         panel = to_panel(catalog.load(dataset), freq=catalog.find_dataset(dataset).freq)
-        return split_windows(
+        split = split_windows(
             panel,
             fold_edges(panel.lengths),
             lookback=protocol.lookback,
@@ -165,6 +172,12 @@ class _Laboratory:
             least=protocol.lookback,  # no dataset of the catalog has gaps
             device=self.device,
         )
+        if not len(split.test):
+            raise ValueError(
+                f"the test fold of {dataset} must hold at least one window of lookback + horizon = "
+                f"{protocol.lookback + protocol.horizon} samples; it has none. Shorten `lookback` or `horizon`."
+            )
+        return split
 
     def data(self, dataset: str) -> Data:
         """Without the test fold."""
@@ -179,23 +192,48 @@ class _Laboratory:
     # ---- searching
 
     def run(self, experiments: list[Experiment]) -> None:
-        """Search them, select, and score."""
-        open_ = [(e, seed) for e in experiments for seed in self.store.protocol.seeds if not self._whole(e, seed)]
-        if open_:
-            if self.watcher.begin is not None:
-                self.watcher.begin(open_)
-            tokenizers = {e: self._tokenizer(e) for e, _ in open_}
-            searches = [self._search(e, seed, tokenizers[e]) for e, seed in open_]
-            watches = [self._watch(e, seed) for e, seed in open_]
-            data, studies = self.data(experiments[0].dataset), self.store.folder / STUDIES
-            run_searches(data, searches, studies, engine=self.engine, watches=watches)
-        for experiment in experiments:
-            self._score(experiment)
+        """Search them, select, and score; others may work on other experiments of the store meanwhile."""
+        with ExitStack() as stack:
+            for experiment in experiments:
+                stack.enter_context(alone(self.store.folder / "run", _name(experiment)))
+            runs = read(self.store.folder, curves=False)
+            self.stored = dict(zip(zip(*(runs[name] for name in KEY), strict=True), runs["configuration"], strict=True))
+            open_ = [(e, seed) for e in experiments for seed in self.store.protocol.seeds if not self._whole(e, seed)]
+            if open_:
+                self._search_all(open_)
+            for experiment in experiments:
+                self._score(experiment)
+
+    def _search_all(self, open_: list[tuple[Experiment, int]]) -> None:
+        data, studies = self.data(open_[0][0].dataset), self.store.folder / STUDIES
+        tokenizers = {e: self._tokenizer(e) for e, _ in open_}
+        searches = [self._search(e, seed, tokenizers[e]) for e, seed in open_]
+        for (experiment, seed), search in zip(open_, searches, strict=True):
+            self._check_study(experiment, seed, search, studies)
+        if self.watcher.begin is not None:
+            self.watcher.begin(open_)
+        watches = [self._watch(e, seed, search) for (e, seed), search in zip(open_, searches, strict=True)]
+        run_searches(data, searches, studies, engine=self.engine, watches=watches)
+
+    def _of(self, experiment: Experiment, seed: int) -> dict[int, dict[str, Any]]:
+        """The configurations of a search that are in the store, by their numbers."""
+        begin = (*experiment.cell.values(), seed)
+        return {key[5]: point for key, point in self.stored.items() if key[:5] == begin}
 
     def _whole(self, experiment: Experiment, seed: int) -> bool:
         """Whether the store has all trials of a search."""
-        cell = tuple(experiment.cell.values())
-        return sum(key[:5] == (*cell, seed) for key in self.stored) >= experiment.trials
+        return len(self._of(experiment, seed)) >= experiment.trials
+
+    def _check_study(self, experiment: Experiment, seed: int, search: Search, studies: Path) -> None:
+        """What the store has of a search, its study must know: else numbers would come to mean other trials."""
+        known = {r.number: r.point for r in read_search(studies, search.name, self.engine)}
+        for number, point in self._of(experiment, seed).items():
+            if known.get(number) != point:
+                raise StoreError(
+                    f"{self.store.folder} has trial {number} of {_name(experiment)}, seed {seed}, but its search by "
+                    f"engine {self.engine.name!r} does not know it: the search was begun by another engine, or its "
+                    f"files ({STUDIES}) are gone. Go on with that engine, or name another folder."
+                )
 
     def _tokenizer(self, experiment: Experiment) -> Tokenizer:
         tokenizer = MODELS[experiment.model].make_tokenizer(experiment.tokens)
@@ -204,7 +242,7 @@ class _Laboratory:
     def _search(self, experiment: Experiment, seed: int, tokenizer: Tokenizer) -> Search:
         model, protocol = MODELS[experiment.model], self.store.protocol
         return Search(
-            name=f"{'-'.join(map(str, experiment.cell.values()))}-{seed}-{experiment.study}",
+            name=f"{_name(experiment)}-{seed}-{experiment.study}",
             tokenizer=tokenizer,
             trials=experiment.trials,
             space=model.space(protocol.space),
@@ -213,8 +251,8 @@ class _Laboratory:
             seed=seed,
         )
 
-    def _watch(self, experiment: Experiment, seed: int) -> Watch:
-        watcher, kept = self.watcher, _Kept(self, experiment, seed)
+    def _watch(self, experiment: Experiment, seed: int, search: Search) -> Watch:
+        watcher, kept = self.watcher, _Kept(self, experiment, seed, search)
 
         def report(progress: SearchProgress) -> None:
             if watcher.step is not None:
@@ -228,7 +266,7 @@ class _Laboratory:
             key = (*experiment.cell.values(), seed, record.number)
             if key not in self.stored:
                 self.store.add(self._run_of(experiment, seed, record))
-                self.stored.add(key)
+                self.stored[key] = record.point
             kept.done(record)
 
         return Watch(report=report, lost=lost, keep=kept.keep, done=done)
@@ -265,27 +303,33 @@ class _Laboratory:
             )
         for seed in self.store.protocol.seeds:
             self.weights.clear(experiment, seed)
-        if count and self.watcher.scored is not None:
+        if self.watcher.scored is not None:
             self.watcher.scored(experiment, count)
 
     def _score_runs(self, experiment: Experiment, runs: list[Any], why: str) -> int:
         """Those that have no scores yet."""
-        tokenizer, count, gone = self._tokenizer(experiment), 0, 0
+        tokenizer: Tokenizer | None = None
+        count, wanting = 0, []
         for run in runs:
             seed, trial = int(run["seed"]), int(run["trial"])
             if not math.isnan(run["test_rmse"]):
                 continue
-            state = self.weights.load(experiment, seed, trial)
-            if state is not None:
-                built = self._search(experiment, seed, tokenizer).build(run["configuration"])
-                self.store.add_test(experiment, seed, trial, self._test(experiment.dataset, built, state), why)
+            state = self.weights.load(experiment, seed, trial, run["configuration"])
+            if state is None:
+                wanting.append(f"seed {seed}, trial {trial}: its weights are no longer in {self.weights.folder}")
+                continue
+            tokenizer = tokenizer or self._tokenizer(experiment)
+            built = self._search(experiment, seed, tokenizer).build(run["configuration"])
+            scores = self._test(experiment.dataset, built, state)
+            if all(map(math.isfinite, scores.values())):
+                self.store.add_test(experiment, seed, trial, scores, why)
                 count += 1
             else:
-                gone += 1
-        if gone:
+                wanting.append(f"seed {seed}, trial {trial}: a score is not finite ({scores})")
+        if wanting:
             warnings.warn(
-                f"{gone} runs of {'-'.join(map(str, experiment.cell.values()))} cannot be scored on the test fold: "
-                f"their weights are no longer in {self.weights.folder}. Tables count them as not tested.",
+                f"{len(wanting)} runs of {_name(experiment)} cannot be scored on the test fold, and tables count them "
+                f"as not tested; {wanting[0]}.",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -314,7 +358,14 @@ class _Laboratory:
         return {"fallback": fallback / len(split.test), "clipped": clipped / len(split.test)}
 
 
+def _name(experiment: Experiment) -> str:
+    return "-".join(map(str, experiment.cell.values()))
+
+
 # ---- weights ---------------------------------------------------------------------------------------------------------
+
+
+_State = dict[str, Tensor]
 
 
 class _Weights:
@@ -326,14 +377,27 @@ class _Weights:
     def path(self, experiment: Experiment, seed: int, trial: int) -> Path:
         return self.folder / f"{experiment.study}-{seed}-{trial}.safetensors"
 
-    def save(self, experiment: Experiment, seed: int, trial: int, state: dict[str, Tensor]) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self.path(experiment, seed, trial)) as temporary:
-            save_file({name: a.contiguous() for name, a in state.items()}, temporary)
-
-    def load(self, experiment: Experiment, seed: int, trial: int) -> dict[str, Tensor] | None:
+    def save(self, experiment: Experiment, seed: int, trial: int, point: Mapping[str, Any], state: _State) -> None:
         path = self.path(experiment, seed, trial)
-        return load_file(path) if path.is_file() else None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                whole = {name: a.contiguous() for name, a in state.items()}
+                save_file(whole, temporary, {"point": json.dumps(point, sort_keys=True)})
+        except (OSError, SafetensorError) as error:
+            raise OSError(
+                f"the weights of a run could not be written to {path}: {error}. Make room, and go on."
+            ) from error
+
+    def load(self, experiment: Experiment, seed: int, trial: int, point: Mapping[str, Any]) -> _State | None:
+        """None if they are gone, or another configuration's."""
+        path = self.path(experiment, seed, trial)
+        if not path.is_file():
+            return None
+        with safe_open(path, "pt") as file:
+            if (file.metadata() or {}).get("point") != json.dumps(point, sort_keys=True):
+                return None
+        return load_file(path)
 
     def drop(self, experiment: Experiment, seed: int, trial: int) -> None:
         self.path(experiment, seed, trial).unlink(missing_ok=True)
@@ -348,13 +412,14 @@ class _Weights:
 class _Kept:
     """Which weights of a search stay on the disk: those of its best so far, or of all if all will be scored."""
 
-    def __init__(self, laboratory: _Laboratory, experiment: Experiment, seed: int) -> None:
-        self.laboratory, self.experiment, self.seed = laboratory, experiment, seed
+    def __init__(self, laboratory: _Laboratory, experiment: Experiment, seed: int, search: Search) -> None:
+        self.laboratory, self.experiment, self.seed, self.search = laboratory, experiment, seed, search
         self.best: list[tuple[float, int]] = []
 
     def keep(self, number: int, trained: Trained) -> None:
         if self.laboratory.spread or self._place(trained.rmse, number):
-            self.laboratory.weights.save(self.experiment, self.seed, number, trained.state)
+            point = self.search.space.to_point(trained.trial)
+            self.laboratory.weights.save(self.experiment, self.seed, number, point, trained.state)
 
     def _place(self, rmse: float, number: int) -> bool:
         most = self.laboratory.store.protocol.selection

@@ -37,7 +37,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import LEFTOVERS, replacing
+from ..atomic import replacing
 from ..tokens.door import check_choice, to_whole
 from .protocol import SHORT, Experiment, Protocol
 
@@ -267,6 +267,8 @@ class Store:
             self.folder.mkdir(parents=True, exist_ok=True)
             _claim(self.folder, protocol)
             self._open()
+        except StoreError:
+            raise
         except OSError as error:
             raise StoreError(
                 f"a store must be a folder that can be written to; {self.folder}: {error.strerror or error}. "
@@ -394,25 +396,11 @@ def _claim(folder: Path, protocol: Protocol) -> None:
     """Write down the protocol of a new store; of many who try at once one succeeds, and the others compare."""
     target = folder / PROTOCOL_FILE
     if not target.exists():
-        handle, name = tempfile.mkstemp(prefix=LEFTOVERS[:-1], suffix=".json", dir=folder)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w", encoding="ascii") as file:
-                content = {"format": FORMAT, "hash": protocol.hash, "protocol": protocol.to_dict()}
-                file.write(json.dumps(content, indent=2) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-            umask = os.umask(0)
-            os.umask(umask)
-            temporary.chmod(0o666 & ~umask)
-            try:
-                os.link(temporary, target)  # unlike a rename, it never takes another's place
-            except FileExistsError:
-                pass
-            except OSError:  # a file system without links; records carry the hash as well
-                os.replace(temporary, target)
-        finally:
-            temporary.unlink(missing_ok=True)
+        content = {"format": FORMAT, "hash": protocol.hash, "protocol": protocol.to_dict()}
+        with replacing(target, keep=True) as temporary, temporary.open("w", encoding="ascii") as file:
+            file.write(json.dumps(content, indent=2) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         _sync_folder(folder)
     _compare(folder, read_protocol(folder), protocol)
 

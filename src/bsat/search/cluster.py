@@ -667,13 +667,7 @@ class _Reporter(Checkpoint):
 
 
 class _Alone:
-    """A desk for one trial: who hears of its epochs is the checkpoint."""
-
-    done = 0
-
-    def draw(self, count: int) -> list[tuple[int, Trial]]:
-        """Nobody asks."""
-        return []
+    """Who hears of a trial's epochs is its checkpoint."""
 
     def epoch(self, number: int, last: Epoch, best: float) -> bool:
         """ASHA ends it from outside."""

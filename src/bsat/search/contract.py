@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import math
+import os
 import sys
 import time
 import warnings
@@ -18,11 +20,11 @@ from ..model import NetworkConfig
 from ..tokens import Tokenizer
 from ..tokens.door import to_whole
 from ..train import History, TrainConfig
-from ..train.population import Trained, Trial
-from .space import Point, Space
+from ..train.population import Halving, Trained, Trial
+from .space import Point, Space, Whole
 
 HOPELESS = 10
-"""If so many trials have finished and all failed, the search gives up: it is not the points that are wrong."""
+"""If so many trials in a row fail, the search gives up: it is not the points that are wrong."""
 
 
 def import_optuna() -> Any:
@@ -184,7 +186,9 @@ class Search:
         object.__setattr__(self, "seed", to_whole(self.seed, "seed", 0))
         if self.space is None:
             object.__setattr__(self, "space", Space.for_tokenizer(self.tokenizer))
-        self.build(self.space.draw(self.seed))  # what cannot be built says so before anything is written
+        point = self.space.draw(self.seed)  # what cannot be built says so before anything is written
+        for degree in {self.space.degree.low, self.space.degree.high} if isinstance(self.space.degree, Whole) else {0}:
+            self.build({**point, "degree": degree} if "degree" in point else point)
 
     def build(self, point: Point) -> Trial:
         """The trial at a point."""
@@ -201,7 +205,7 @@ class Watch:
 
     Args:
         report: whenever something has changed.
-        lost: at the beginning, if an earlier process was interrupted, with what it lost.
+        lost: at the beginning, if an earlier process was killed, with what it lost; or when this one is stopped.
         keep: with a trial's number and its network, before the study hears of it. If the process ends in between, the
             same point comes again under another number; so what is kept counts only once `done` tells of its trial.
         done: with every finished trial, once the study has it; at the beginning with those of earlier processes.
@@ -219,7 +223,7 @@ class Tally:
     def __init__(self, search: Search, watch: Watch) -> None:
         self.search, self.watch = search, watch
         self.began = time.perf_counter()
-        self.done = self.pruned = self.failed = 0
+        self.done = self.pruned = self.failed = self.streak = 0
         self.running = self.epoch = 0
         self.best: Record | None = None
         self._earlier = 0
@@ -237,10 +241,11 @@ class Tally:
         """One more has finished."""
         self._count(record)
         self.tell()
-        if self.failed >= HOPELESS and self.failed == self.done:
+        self.streak = self.streak + 1 if record.state == "failed" else 0
+        if self.streak >= HOPELESS:
             raise RuntimeError(
-                f"all of the first {self.done} trials failed, the last with: {record.reason}. They are kept; mend the "
-                f"cause and search under another name."
+                f"{self.streak} trials in a row failed, the last with: {record.reason}. They are kept as failed; mend "
+                f"the cause and start again, for what is left."
             )
 
     def _count(self, record: Record) -> None:
@@ -273,23 +278,61 @@ class Tally:
         )
 
 
+class Rungs:
+    """Asynchronous successive halving: at a rung a trial is compared with all that came there before it, and goes on if
+    it is among the best one in `reduction` of them, or the best so far while they are few. What was interrupted does
+    not count. (Optuna's pruner has the same rule, but keeps what interrupted trials had.)"""
+
+    def __init__(self, halving: Halving | None, max_epochs: int) -> None:
+        self.halving = halving
+        self.values: dict[int, list[float]] = {r: [] for r in (halving.rungs(max_epochs) if halving else [])}
+
+    def known(self, history: History) -> None:
+        """A trial of an earlier process."""
+        best = math.inf
+        for epoch in history.epochs:
+            best = min(best, epoch.val_scaled_rmse)
+            if epoch.epoch + 1 in self.values:
+                self.values[epoch.epoch + 1].append(best)
+
+    def ends(self, epochs: int, best: float) -> bool:
+        """Whether a trial with this best value after so many epochs ends here."""
+        if self.halving is None or epochs not in self.values:
+            return False
+        rivals = self.values[epochs]
+        rivals.append(best)
+        return best > sorted(rivals)[max(0, len(rivals) // self.halving.reduction - 1)]
+
+
 @contextmanager
 def alone(path: Path, name: str) -> Iterator[None]:
-    """One process at a time works on a study, so whatever is running when another begins has lost its process."""
+    """One process at a time works on what has this name, so whatever is under way when another begins has lost its
+    process. The lock is a file beside the path, which goes with its last owner."""
     if sys.platform == "win32":
         yield
         return
     import fcntl
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    with (path.parent / f".{path.name}.{name}.lock").open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise BlockingIOError(
-                f"study {name!r} in {path} is being searched by another process. Wait for it."
-            ) from None
-        except OSError as error:
-            if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                raise
-        yield
+    lock = path.parent / f".{path.name}.{name}.lock"
+    while True:
+        with lock.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(
+                    f"{name} in {path.parent} is being worked on by another process. Wait for it."
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                    raise
+            try:
+                if lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                    continue  # its last owner has just taken it away
+            except FileNotFoundError:
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return

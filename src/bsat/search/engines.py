@@ -6,10 +6,12 @@ import math
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
+import threading
 import time
 import warnings
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -47,7 +49,17 @@ class Failed:
     reason: str
 
 
-class Desk(Protocol):
+class Listener(Protocol):
+    """Who hears of a trial while it trains."""
+
+    def epoch(self, number: int, last: Epoch, best: float) -> bool:
+        """A trial has finished an epoch, with its best validation RMSE (scaled) so far. True says: end it here."""
+
+    def alive(self, epoch: int) -> None:
+        """Something has finished this epoch."""
+
+
+class Desk(Listener, Protocol):
     """A search, as an engine sees it: where it gets trials, and tells of them by their numbers."""
 
     @property
@@ -57,11 +69,17 @@ class Desk(Protocol):
     def draw(self, count: int) -> list[tuple[int, Trial]]:
         """At most so many new trials with their numbers; none when there are no more."""
 
-    def epoch(self, number: int, last: Epoch, best: float) -> bool:
-        """A trial has finished an epoch, with its best validation RMSE (scaled) so far. True says: end it here."""
 
-    def alive(self, epoch: int) -> None:
-        """Something has finished this epoch."""
+class UnheardError(BaseException):
+    """An error of who listens. It ends the search, and is not one of the trial: hence no Exception."""
+
+
+@contextmanager
+def _listening() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise UnheardError from error
 
 
 Results = Generator[tuple[int, Trained | Failed], None, None]
@@ -173,8 +191,9 @@ class Population:
         places = list(dict.fromkeys(drawn.place for drawn in batch))
 
         def report(progress: Progress) -> None:
-            for place in places:
-                desks[place].alive(progress.epoch + 1)
+            with _listening():
+                for place in places:
+                    desks[place].alive(progress.epoch + 1)
 
         for trained in train_population(
             [drawn.trial for drawn in batch],
@@ -204,7 +223,7 @@ class _Drawn:
         return self.place, self.number
 
 
-def train_alone(number: int, trial: Trial, data: Data, desk: Desk, checkpoint: Checkpoint | None = None) -> Trained:
+def train_alone(number: int, trial: Trial, data: Data, desk: Listener, checkpoint: Checkpoint | None = None) -> Trained:
     """The network that a pack would have made of the trial, by `bsat.train.train`."""
     device, config, began = data.train.series.device, trial.train, time.perf_counter()
     with torch.random.fork_rng([]):
@@ -222,8 +241,9 @@ def train_alone(number: int, trial: Trial, data: Data, desk: Desk, checkpoint: C
         if last is None or last.epoch != epoch:  # within an epoch
             return False
         best = min(best, last.val_scaled_rmse)
-        desk.alive(epoch + 1)
-        return desk.epoch(number, last, best)
+        with _listening():
+            desk.alive(epoch + 1)
+            return desk.epoch(number, last, best)
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -280,18 +300,14 @@ def _run_processes(count: int, data: Data, desk: Desk) -> Generator[Trained | Fa
                 return
             for line in multiprocessing.connection.wait(list(busy)):
                 worker = busy[line]
-                try:
-                    heard = worker.line.recv()
-                    if isinstance(heard, tuple):
-                        desk.alive(heard[1].epoch + 1)
-                        worker.line.send(desk.epoch(*heard))
-                        continue
-                except (EOFError, OSError):
-                    worker.process.join()
-                    heard = Failed(worker.number, f"its process ended with exit code {worker.process.exitcode}")
-                else:
-                    idle.append(worker)
+                heard = worker.hear()
+                if isinstance(heard, tuple):
+                    desk.alive(heard[1].epoch + 1)
+                    worker.answer(desk.epoch(*heard))
+                    continue
                 del busy[line]
+                if worker.process.is_alive():
+                    idle.append(worker)
                 yield heard
     finally:
         for worker in [*idle, *busy.values()]:
@@ -305,28 +321,36 @@ class _Worker:
     def __init__(self, context: Any, data: Data, threads: int) -> None:
         self.line, other = context.Pipe()
         self.number = -1
-        self.process = context.Process(target=_work, args=(other, pack_up(data), threads), daemon=True)
-        self.process.start()
+        self.process = context.Process(target=_work, args=(other, threads), daemon=True)
+        with _uninterrupted():
+            self.process.start()
         other.close()  # so that its end is noticed
+        self.answer(pack_up(data))
 
     def begin(self, number: int, trial: Trial) -> None:
-        """Let it train. If it has died meanwhile, that shows when its answer is read."""
+        """Let it train."""
         self.number = number
+        self.answer((number, trial))
+
+    def answer(self, word: Any) -> None:
+        """If it has died meanwhile, that shows when its next word is read."""
         with suppress(OSError):
-            self.line.send((number, trial))
+            self.line.send(word)
+
+    def hear(self) -> Any:
+        """Its next word: an epoch, or what came of the trial."""
+        try:
+            return self.line.recv()
+        except (EOFError, OSError):
+            self.process.join()
+            return Failed(self.number, f"its process ended with exit code {self.process.exitcode}")
 
 
 class _Line:
     """The desk, seen from a worker. If the process at the other end dies, the worker does with the next word."""
 
-    done = 0
-
     def __init__(self, line: Any) -> None:
         self.line = line
-
-    def draw(self, count: int) -> list[tuple[int, Trial]]:
-        """Nobody asks."""
-        return []
 
     def epoch(self, number: int, last: Epoch, best: float) -> bool:
         """Tell, and wait for the decision."""
@@ -340,10 +364,23 @@ class _Line:
         """The other side knows by the epoch."""
 
 
-def _work(line: Any, packed: tuple[Any, ...], threads: int) -> None:
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A terminal sends Ctrl-C to all processes; those that are started in here leave it to their parent."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may say so
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _work(line: Any, threads: int) -> None:
     torch.set_num_threads(threads)
-    data = unpack(packed)
     with suppress(EOFError, OSError):
+        data = unpack(line.recv())
         while True:
             number, trial = line.recv()
             try:

@@ -148,16 +148,6 @@ class Space:
         """For JSON, and for the hash of an experiment."""
         return {name: {"kind": type(r).__name__, **asdict(r)} for name, r in self.ranges.items()}
 
-    @classmethod
-    def from_dict(cls, d: Mapping[str, Mapping[str, Any]]) -> Space:
-        """From JSON."""
-        kinds: dict[str, Any] = {kind.__name__: kind for kind in (Categorical, Whole, Real)}
-        ranges: dict[str, Any] = {"degree": None}  # unlike the others, it is there by default
-        for name, entry in d.items():
-            args = {k: tuple(v) if isinstance(v, list) else v for k, v in entry.items() if k != "kind"}
-            ranges[name] = kinds[entry["kind"]](**args)
-        return cls(**ranges)
-
     def suggest(self, trial: Any) -> Point:
         """A point from an Optuna trial."""
         return {name: range_.suggest(trial, name) for name, range_ in self.ranges.items()}

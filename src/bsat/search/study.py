@@ -11,17 +11,17 @@ A resumed search would otherwise draw its first random points again.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
 from ..atomic import replacing
 from ..train import Epoch, History
-from ..train.population import Halving, Trained, Trial
-from .cluster import Ray, run_on_ray
-from .contract import Interrupted, Outcome, Record, Search, Tally, Watch, alone, import_optuna
-from .engines import Data, Engine, Failed, Local, value_of
+from ..train.population import Trained, Trial
+from .cluster import Ray, read_trials, run_on_ray
+from .contract import Interrupted, Outcome, Record, Rungs, Search, Tally, Watch, alone, import_optuna
+from .engines import Data, Engine, Failed, Local, UnheardError, explain, value_of
 from .space import Point
 
 # Attributes of a trial in the study.
@@ -69,12 +69,13 @@ def run_searches(
         pairs = zip(searches, watches, strict=True)
         return [run_on_ray(data, search, engine, folder=folder, watch=watch) for search, watch in pairs]
     with ExitStack() as stack:
+        stack.enter_context(_told_as_files(path))
         desks = []
         for search, watch in zip(searches, watches, strict=True):
             stack.enter_context(alone(path, search.name))
-            book = _Book(path, search, engine.halving)
+            book = _Book(path, search)
             stack.callback(book.close)
-            desks.append(_Desk(book, search, engine.name, watch))
+            desks.append(_Desk(book, search, engine, watch))
         try:
             for desk in desks:
                 desk.open()
@@ -82,10 +83,29 @@ def run_searches(
                 for place, result in results:
                     desks[place].finish(result)
         except BaseException as error:
+            cause = error.__cause__ if isinstance(error, UnheardError) else None
             for desk in desks:
-                desk.book.recover(f"{type(error).__name__} ended the search")
+                desk.stop(f"{type(cause or error).__name__} ended the search")
+            if cause is not None:
+                raise cause from None
             raise
     return [Outcome(desk.search.name, desk.book.records(), desk.interrupted) for desk in desks]
+
+
+@contextmanager
+def _told_as_files(path: Path) -> Iterator[None]:
+    """What is wrong with the file of the study, as an error of a file."""
+    optuna = import_optuna()
+    from sqlalchemy.exc import SQLAlchemyError
+
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        why = " ".join(str(error.__cause__ or error).split())[:200]
+        raise OSError(
+            f"{path} cannot be used as the file of a study: {why}. Make room if the disk is full; else move the file "
+            f"away, and the search begins anew."
+        ) from error
 
 
 def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
@@ -105,33 +125,40 @@ def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
         _close(backend)
 
 
+def read_search(storage: os.PathLike[str] | str, name: str, engine: Engine | Ray) -> list[Record]:
+    """The finished trials of a search that `run_searches` would go on with; none if it has not begun."""
+    path = Path(storage)
+    try:
+        if isinstance(engine, Ray):
+            found = read_trials(path.with_suffix(""), name)
+        else:
+            with _told_as_files(path):
+                found = read_records(path, name)
+    except (FileNotFoundError, ValueError):
+        return []
+    return [record for record in found if record.finished]
+
+
 # --------------------------------------------------------------------------------------------------------- the study
 
 
 class _Book:
     """The study, and what this process writes into it."""
 
-    def __init__(self, path: Path, search: Search, halving: Halving | None) -> None:
+    def __init__(self, path: Path, search: Search) -> None:
         self.optuna = optuna = import_optuna()
         self.path, self.name, self.space, self.sampler = path, search.name, search.space, search.sampler
         self.seed = search.seed
-        pruner = (
-            optuna.pruners.NopPruner()
-            if halving is None
-            else optuna.pruners.SuccessiveHalvingPruner(
-                min_resource=halving.grace, reduction_factor=halving.reduction, min_early_stopping_rate=0
-            )
-        )
         if not path.exists():
             path.parent.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:  # Optuna makes its tables in many steps
+            with replacing(path, keep=True) as temporary:  # Optuna makes its tables in many steps
                 _close(_open(temporary))
         self.backend = _open(path)
         verbosity = optuna.logging.get_verbosity()
         optuna.logging.set_verbosity(optuna.logging.WARNING)
         try:
             self.study = optuna.create_study(
-                study_name=self.name, storage=self.backend, direction="minimize", pruner=pruner, load_if_exists=True
+                study_name=self.name, storage=self.backend, direction="minimize", load_if_exists=True
             )
         finally:
             optuna.logging.set_verbosity(verbosity)
@@ -311,9 +338,9 @@ def _close(backend: Any) -> None:
 class _Desk:
     """See `engines.Desk`: a study, and the counts for the progress."""
 
-    def __init__(self, book: _Book, search: Search, engine: str, watch: Watch) -> None:
-        self.book, self.search, self.engine, self.watch = book, search, engine, watch
-        self.tally = Tally(search, watch)
+    def __init__(self, book: _Book, search: Search, engine: Engine, watch: Watch) -> None:
+        self.book, self.search, self.engine, self.watch = book, search, engine.name, watch
+        self.tally, self.rungs = Tally(search, watch), Rungs(engine.halving, search.train.max_epochs)
         self.interrupted: list[Interrupted] = []
         self._asked: dict[int, Any] = {}
 
@@ -324,20 +351,37 @@ class _Desk:
     def open(self) -> None:
         """Take up what is there."""
         self.interrupted = self.book.recover("its process ended")
-        self.tally.open(self.interrupted, [r for r in self.book.read() if r.finished])
+        finished = [record for record in self.book.read() if record.finished]
+        for record in finished:
+            if record.history is not None:
+                self.rungs.known(record.history)
+        self.tally.open(self.interrupted, finished)
+
+    def stop(self, why: str) -> None:
+        """An error, or Ctrl-C, ends the search."""
+        lost = self.book.recover(why)
+        if lost and self.watch.lost is not None:
+            self.watch.lost(lost)
 
     def draw(self, count: int) -> list[tuple[int, Trial]]:
-        asked = self.book.ask(min(count, self.search.trials - self.done - len(self._asked)), self.engine)
-        self._asked |= {trial.number: trial for trial, _ in asked}
-        if asked:
+        drawn: list[tuple[int, Trial]] = []
+        while asked := self.book.ask(
+            min(count - len(drawn), self.search.trials - self.done - len(self._asked)), self.engine
+        ):
+            for trial, point in asked:
+                self._asked[trial.number] = trial
+                try:
+                    drawn.append((trial.number, self.search.build(point)))
+                except Exception as error:  # a point of which nothing can be built
+                    self.finish(Failed(trial.number, explain(error)))
+        if drawn:
             self.tally.running, self.tally.epoch = len(self._asked), 0
             self.tally.tell()
-        return [(trial.number, self.search.build(point)) for trial, point in asked]
+        return drawn
 
     def epoch(self, number: int, last: Epoch, best: float) -> bool:
-        trial = self._asked[number]
-        trial.report(best, last.epoch + 1)
-        return bool(trial.should_prune())
+        self._asked[number].report(best, last.epoch + 1)
+        return self.rungs.ends(last.epoch + 1, best)
 
     def alive(self, epoch: int) -> None:
         self.tally.epoch = epoch
