@@ -1,11 +1,24 @@
-"""Series and forecasters so small that every test can fit its own."""
+"""Series, forecasters and a space of networks so small that every test can fit its own."""
 
 import numpy as np
 import pandas as pd
 
 from bsat import BSplineTokenizer, Forecaster
+from bsat.search import Categorical, Real, Space, Whole
 
 L, H = 48, 12
+SPACE = Space(
+    n_layers=Whole(1, 1),
+    d_model=Categorical((8,)),
+    n_heads=Categorical((2,)),
+    ff_factor=Categorical((1, 2)),
+    dropout=Real(0.0, 0.2),
+    ff_dropout=Real(0.0, 0.2),
+    attention_dropout=Real(0.0, 0.2),
+    learning_rate=Real(1e-5, 3e-2, log=True),
+    weight_decay=Real(1e-6, 1e-2, log=True),
+    degree=Whole(1, 3),
+)
 
 
 def make_values(length, seed=0):

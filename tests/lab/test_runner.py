@@ -3,18 +3,16 @@
 import errno
 import json
 import math
+import multiprocessing
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_lab import POPULATION, PROTOCOL, experiment, make_tiny
+from tiny_lab import POPULATION, PROTOCOL, experiment, make_tiny, run_to_be_killed
 
 from bsat.lab import Experiment, Protocol, StoreError, read, runner, select
 from bsat.lab.models import MODELS
@@ -249,18 +247,21 @@ def test_weights_of_another_configuration_are_not_scored(tmp_path, monkeypatch):
 
 
 def start(folder, engine, trials, model="bsat"):
-    """A process of its own."""
-    call = f"tiny_lab.run_to_be_killed({str(folder)!r}, {engine!r}, {trials}, {model!r})"
-    code = f"import sys; sys.path[:0] = [{str(Path(__file__).parent)!r}]; import tiny_lab; {call}"
-    return subprocess.Popen([sys.executable, "-c", code], start_new_session=True, stderr=subprocess.PIPE)
+    """A process of its own, which finds its modules loaded."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "optuna", "bsat.lab.runner", "bsat.search.study", "bsat.train.population"])
+    process = context.Process(target=run_to_be_killed, args=(folder, engine, trials, model))
+    process.start()
+    return process
 
 
 def test_processes_share_a_new_store(tmp_path):
     """Different cells at once; the same cell is refused while another process is at it."""
     folder = tmp_path / "runs"
     processes = [start(folder, "optuna", 3, model) for model in ("bsat", "uds", "patchtst")]
-    errors = [process.communicate(timeout=120)[1].decode() for process in processes]
-    assert [process.returncode for process in processes] == [0, 0, 0], errors
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(read(folder)) == 3 * len(PROTOCOL.seeds) * 3
     assert not list(folder.glob(".*.lock"))
     cell = runner.alone(folder / "run", "solar-uds-6-l-rope+lpe")
@@ -291,22 +292,21 @@ def test_killed_at_any_moment(tmp_path, engine):
     while kills < KILLS:
         before = len(heard())
         process = start(folder, engine, trials)
-        if kills % 4:
-            while process.poll() is None and not any("working" in n for n in heard()[before:]):
-                time.sleep(0.01)
-            time.sleep(rng.uniform(0, 0.6))
-        else:
-            time.sleep(rng.uniform(1, 4))
-        if process.poll() is not None:
-            assert process.returncode == 0, process.stderr.read().decode()
+        moment = "working" if kills % 4 else "begin"
+        while process.is_alive() and not any(moment in note for note in heard()[before:]):
+            time.sleep(0.005)
+        process.join(rng.uniform(0, 0.6))
+        if process.is_alive():
+            process.kill()
+            kills += 1
+        process.join()
+        if process.exitcode == 0:
             trials += 6  # it was done before its time: more to do
-            continue
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        kills += 1
+        else:
+            assert process.exitcode == -signal.SIGKILL
     process = start(folder, engine, trials)
-    _, error = process.communicate(timeout=300)
-    assert process.returncode == 0, error.decode()
+    process.join(300)
+    assert process.exitcode == 0
 
     runs = read(folder)
     counts = runs.groupby("seed")["trial"].agg(["size", "nunique"])

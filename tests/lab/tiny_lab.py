@@ -5,21 +5,10 @@ import os
 from bsat.data import catalog
 from bsat.lab import Experiment, Protocol
 from bsat.lab.models import SPACES
-from bsat.search import Categorical, Population, Real, Space, Whole
+from bsat.search import Local, Population
 from bsat.train.population import Halving
+from small import SPACE
 
-SPACE = Space(
-    n_layers=Whole(1, 2),
-    d_model=Categorical((8,)),
-    n_heads=Categorical((2,)),
-    ff_factor=Categorical((1, 2)),
-    dropout=Real(0.0, 0.2),
-    ff_dropout=Real(0.0, 0.2),
-    attention_dropout=Real(0.0, 0.2),
-    learning_rate=Real(1e-4, 3e-2, log=True),
-    weight_decay=Real(1e-6, 1e-2, log=True),
-    degree=Whole(1, 3),
-)
 PROTOCOL = Protocol(horizon=6, lookback=24, seeds=(1, 2), max_epochs=3, grace=1, reduction=2, selection=2)
 POPULATION = Population(startup=4, generation=3, halving=Halving(1, 2))
 
@@ -44,7 +33,6 @@ def run_to_be_killed(folder, engine, trials, model="bsat"):
     import torch
 
     from bsat.lab import runner
-    from bsat.search import Local
 
     torch.set_num_threads(1)
     os.environ["BSAT_THREADS"] = "1"

@@ -24,7 +24,7 @@ from bsat.search.engines import train_alone
 from bsat.train.population import Halving, Trial, train_population
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
-KILLS = 6
+KILLS = 4
 
 
 @pytest.fixture(scope="module")

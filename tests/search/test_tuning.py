@@ -4,10 +4,9 @@ import json
 
 import numpy as np
 import pytest
-from tiny_search import SPACE
 
 from bsat.search import Space, Watch, read_records, tune
-from small import make_forecaster, make_long
+from small import SPACE, make_forecaster, make_long
 
 SHORT = "--lookback 48 --horizon 12 --device cpu --at-once 1"
 

@@ -8,22 +8,11 @@ from tiny_training import SMALL, make_case
 
 import bsat
 from bsat.model import NetworkConfig
-from bsat.search import Categorical, Data, Local, Population, Real, Sampler, Search, Space, Watch, Whole, run_search
+from bsat.search import Data, Local, Population, Sampler, Search, Watch, run_search
 from bsat.train import TrainConfig
 from bsat.train.population import Halving
+from small import SPACE
 
-SPACE = Space(
-    n_layers=Whole(1, 1),
-    d_model=Categorical((8,)),
-    n_heads=Categorical((2,)),
-    ff_factor=Categorical((1, 2)),
-    dropout=Real(0.0, 0.2),
-    ff_dropout=Real(0.0, 0.2),
-    attention_dropout=Real(0.0, 0.2),
-    learning_rate=Real(1e-5, 3e-2, log=True),
-    weight_decay=Real(1e-6, 1e-2, log=True),
-    degree=Whole(1, 3),
-)
 SAMPLER = Sampler(startup=4, candidates=20)
 HALVING = Halving(grace=2, reduction=2)
 TRAIN = TrainConfig(batch_size=64, max_epochs=5, patience=2, grace=2)
