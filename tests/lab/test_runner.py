@@ -269,6 +269,14 @@ def test_processes_share_a_new_store(tmp_path):
         run(folder, [experiment("uds", trials=3)])
 
 
+def test_a_cell_on_ray(tmp_path):
+    run(tmp_path, [experiment("uds", trials=2, protocol=replace(PROTOCOL, seeds=(1,)))], Ray(at_once=2, halving=None))
+    runs = read(tmp_path)
+    assert runs["engine"].tolist() == ["ray", "ray"]
+    assert runs["test_rmse"].notna().all()
+    assert not list(tmp_path.glob("weights/*"))
+
+
 def test_an_experiment_named_twice_is_one(tmp_path):
     run(tmp_path, [experiment(trials=2), experiment(trials=2)])
     assert len(read(tmp_path)) == 4
