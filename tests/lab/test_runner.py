@@ -235,6 +235,14 @@ def test_a_search_whose_study_is_gone_is_refused(tmp_path):
     assert len(read(tmp_path)) == before
 
 
+def test_names_keep_their_meaning(tmp_path, monkeypatch):
+    run(tmp_path, [experiment(trials=2)])
+    changed = replace(MODELS["bsat"], tokens={**MODELS["bsat"].tokens, "recency": 2.0})
+    monkeypatch.setitem(MODELS, "bsat", changed)
+    with pytest.raises(StoreError, match="made by another version of bsat, for which 'bsat'"):
+        run(tmp_path, [experiment(trials=2)])
+
+
 def test_weights_of_another_configuration_are_not_scored(tmp_path, monkeypatch):
     monkeypatch.setattr(runner._Laboratory, "_score", lambda self, e: None)
     run(tmp_path, [experiment(trials=3)])

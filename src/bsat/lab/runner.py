@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -55,6 +55,9 @@ from ..train.population import Halving, Trained, Trial
 from .models import MODELS
 from .protocol import Experiment, Protocol
 from .runs import KEY, Run, Store, StoreError, read, select
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 ENGINES = ("optuna", "population", "ray")
 CORES = 8
@@ -197,12 +200,25 @@ class _Laboratory:
             for experiment in experiments:
                 stack.enter_context(alone(self.store.folder / "run", _name(experiment)))
             runs = read(self.store.folder, curves=False)
+            self._check_meaning(experiments, runs)
             self.stored = dict(zip(zip(*(runs[name] for name in KEY), strict=True), runs["configuration"], strict=True))
             open_ = [(e, seed) for e in experiments for seed in self.store.protocol.seeds if not self._whole(e, seed)]
             if open_:
                 self._search_all(open_)
             for experiment in experiments:
                 self._score(experiment)
+
+    def _check_meaning(self, experiments: list[Experiment], runs: pd.DataFrame) -> None:
+        """A name must mean today what it meant when the runs of the store were made."""
+        for experiment in experiments:
+            mine = runs
+            for name, value in experiment.cell.items():
+                mine = mine[mine[name] == value]
+            if len(mine) and set(mine["study"]) != {experiment.study}:
+                raise StoreError(
+                    f"{self.store.folder} has runs of {_name(experiment)} made by another version of bsat, for which "
+                    f"{experiment.model!r} or its space meant something else. Name another folder for new ones."
+                )
 
     def _search_all(self, open_: list[tuple[Experiment, int]]) -> None:
         data, studies = self.data(open_[0][0].dataset), self.store.folder / STUDIES

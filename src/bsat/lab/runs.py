@@ -170,7 +170,7 @@ def _check_key(experiment: Experiment, seed: int, trial: int) -> None:
 
 
 def _head(kind: str, experiment: Experiment, seed: int, trial: int) -> dict[str, Any]:
-    hashes = {"protocol": experiment.protocol.hash, "experiment": experiment.hash}
+    hashes = {"protocol": experiment.protocol.hash, "experiment": experiment.hash, "study": experiment.study}
     return {"kind": kind, "format": FORMAT, **hashes, **experiment.cell, "seed": seed, "trial": trial}
 
 
@@ -531,7 +531,7 @@ def _frame(runs: dict[tuple[Any, ...], dict[str, Any]], tests: dict[tuple[Any, .
     scores = [f"{fold}_{metric}" for fold in ("val", "test") for metric in METRICS]
     more = sorted({name for row in rows for name in row if name.startswith(("val_", "test_"))} - set(scores))
     rest = ["configuration", "curve", "bases", "seconds", "memory", "pack", "device", "engine", "versions", "written"]
-    columns = [*KEY, "status", "reason", *scores, *more, "why", *rest, "experiment", "protocol"]
+    columns = [*KEY, "status", "reason", *scores, *more, "why", *rest, "experiment", "study", "protocol"]
     frame = pd.DataFrame(rows, columns=columns)
     frame.insert(frame.columns.get_loc("why"), "spread", frame["bases"].map(_spread))  # type: ignore[arg-type]
     numbers = [*scores, *more, "spread", "seconds", "memory", "pack"]
