@@ -1,6 +1,7 @@
 """`bsat lab run`, `tables` and `figures`, as a user types them."""
 
 import json
+import sys
 
 import pandas as pd
 import pytest
@@ -118,3 +119,15 @@ def test_a_read_only_folder(bsat, tmp_path, monkeypatch):
     assert code == 2
     assert "Read-only" in err
     assert "Nothing was run" in err
+
+
+@pytest.mark.parametrize(
+    ("module", "engine", "extra"),
+    [("optuna", "optuna", "search"), ("optuna", "ray", "search"), ("ray.tune", "ray", "cluster")],
+)
+def test_what_is_not_installed_is_told_before_anything_is_begun(bsat, tmp_path, monkeypatch, module, engine, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    code, _, err = bsat(*RUN.split(), "--engine", engine)
+    assert code == 2
+    assert f"pip install 'bsat[{extra}]'" in err
+    assert not list(tmp_path.iterdir())

@@ -45,7 +45,8 @@ from ..search import (
     Watch,
     run_searches,
 )
-from ..search.contract import alone
+from ..search.cluster import import_ray
+from ..search.contract import alone, import_optuna
 from ..search.study import read_search
 from ..tokens import Tokenizer
 from ..train import TokenBatches, TrainConfig, evaluate
@@ -101,12 +102,15 @@ def make_engine(
         raise ValueError("`at_once` must be left out with engine 'population', which trains as many as fit.")
     if address is not None and name != "ray":
         raise ValueError(f"`address` is that of a Ray cluster; got {address!r} with engine {name!r}. Use engine 'ray'.")
+    if name in ENGINES:
+        import_optuna()  # what is missing is told before anything is begun
     if name == "optuna":
         cores = 1 if find_device(device).type != "cpu" else min(count_cores(), CORES)
         return Local(cores if at_once is None else at_once, halving)
     if name == "population":
         return Population(halving=halving)
     if name == "ray":
+        import_ray("tune")
         at_once = 5 if at_once is None else at_once
         return Ray(address, at_once, halving, gpus=1 / at_once if find_device(device).type == "cuda" else 0)
     raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {name!r}. Choose one of them.")
