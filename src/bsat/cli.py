@@ -631,10 +631,10 @@ def make_forecaster(file: Path, options: dict[str, Any]) -> tuple[Forecaster, pd
 def read_source(file: Path, columns: dict[str, Any]) -> tuple[pd.DataFrame, dict[str, Any]]:
     """A table and the names of its columns: of a file, or of a dataset if there is no such file."""
     from .data import read_frame
-    from .data.catalog import CATALOG, load
+    from .data.catalog import find_dataset, load
 
-    if not file.exists() and file.name == str(file) and str(file).lower() in CATALOG:
-        return load(str(file)), {}
+    if not file.exists() and file.name == str(file) and not file.suffix:
+        return load(find_dataset(str(file)).name), {}
     return read_frame(file, **columns)
 
 
@@ -756,5 +756,6 @@ def main() -> None:
         raise SystemExit(2) from None
     except SystemExit as end:
         if end.code == 130:  # typer's word for Ctrl-C
-            print("bsat: stopped", file=sys.stderr)
+            again = any(word in sys.argv[1:3] for word in ("tune", "run"))
+            print("bsat: stopped" + ("; the same command goes on" if again else ""), file=sys.stderr)
         raise

@@ -42,8 +42,8 @@ def test_it_goes_on_and_another_search_does_not_take_its_place(tmp_path, frame):
     assert [r.point for r in again.records[:2]] == [r.point for r in outcome.records]
     assert len(told) == 3
     assert len(read_records(tmp_path / "search.db", outcome.name)) == 3
-    _, other = tune(forecaster, frame.iloc[:-1], tmp_path, trials=1)
-    assert other.name != outcome.name
+    with pytest.raises(ValueError, match=r"holds another search .*Name another folder"):
+        tune(forecaster, frame.iloc[:-1], tmp_path, trials=1)
 
 
 def test_the_test_fold_is_not_part_of_it(tmp_path, frame):
@@ -52,7 +52,10 @@ def test_the_test_fold_is_not_part_of_it(tmp_path, frame):
     changed = frame.copy()
     late = frame.groupby("unique_id")["ds"].rank(pct=True) > 0.81
     changed.loc[late, "y"] = np.linspace(-5, 5, late.sum())
-    first, second = (tune(forecaster, f, tmp_path, trials=2)[1].records for f in (frame, changed))
+    folders = tmp_path / "a", tmp_path / "b"
+    first, second = (
+        tune(forecaster, f, d, trials=2)[1].records for f, d in zip((frame, changed), folders, strict=True)
+    )
     assert [r.value for r in first] == [r.value for r in second]
 
 
@@ -102,6 +105,7 @@ def test_bsat_tune(tmp_path, frame, bsat):
 def test_mistakes_of_bsat_tune(tmp_path, frame, bsat):
     for words, message in (
         (("tune", "nowhere.csv", "--out", "x"), "nowhere.csv"),
+        (("tune", "etth", "--out", "x"), "Did you mean etth1"),
         (("tune", "solar", "--out", "x", "--engine", "slurm"), "--engine must be one of optuna, population, ray"),
         (
             ("tune", "solar", "--out", "x", "--trials", "0", "--lookback", "48", "--horizon", "12"),

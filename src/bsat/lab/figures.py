@@ -68,6 +68,12 @@ def _style(k: int) -> Style:
 # ---- what is in the runs ---------------------------------------------------------------------------------------------
 
 
+def _place(model: str) -> int:
+    """Of its style, whatever other models there are."""
+    known = list(MODELS)
+    return known.index(model) if model in known else len(known)
+
+
 def _ordered(found: Iterable[Any], known: Iterable[Any]) -> list[Any]:
     """Those that are known in their order, then the others in theirs."""
     place = {name: k for k, name in enumerate(known)}
@@ -129,7 +135,7 @@ def boxes(runs: pd.DataFrame, protocol: Protocol) -> Figure:
     cells = dict(iter(selected.groupby(CELL)["scaled"]))
     present = set(zip(selected["model"], selected["encoding"], strict=True))
     rows = [(m, e) for m in _models(selected) for e in _encodings(selected) if (m, e) in present]
-    datasets, budgets, models = _datasets(selected), _budgets(selected), _models(runs)
+    datasets, budgets = _datasets(selected), _budgets(selected)
 
     figure = _new_figure(1.2 + 0.28 * len(datasets) * len(rows), 1.9 + 1.9 * len(budgets))
     panels = figure.subplots(len(budgets), len(datasets), sharex=True, sharey=True, squeeze=False)
@@ -138,7 +144,7 @@ def boxes(runs: pd.DataFrame, protocol: Protocol) -> Figure:
             for at, (model, encoding) in enumerate(rows):
                 values = cells.get((dataset, model, tokens, encoding))
                 if values is not None:
-                    _box(axes, at, values.to_numpy(), _style(models.index(model)).color)
+                    _box(axes, at, values.to_numpy(), _style(_place(model)).color)
             if not axes.lines:
                 axes.text(
                     0.5, 0.5, "no runs", transform=axes.transAxes, ha="center", fontsize=SMALL, backgroundcolor="w"
@@ -223,9 +229,10 @@ def bases(runs: pd.DataFrame, protocol: Protocol, dataset: str) -> Figure:
             fontsize=SMALL,
         )
         axes.tick_params(labelsize=SMALL, labelbottom=True, labelleft=True)
-        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=True, min_n_ticks=1))
         axes.yaxis.set_major_locator(MaxNLocator(4))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axes.yaxis.set_major_formatter(_base)
+    panels[0][0].set_xlim(0, max(2, max(map(len, best["bases"])) + 0.5))  # shared
     for column in panels.T:
         [axes for axes in column if axes.get_visible()][-1].set_xlabel("epoch", fontsize=9)
     names = _ordered(marks, (f"layer {k}" for k in range(1, 100)))
@@ -329,7 +336,7 @@ def memory(runs: pd.DataFrame, protocol: Protocol) -> Figure:
         mib = of.agg(["median", "min", "max"]) / 2**20
         low, high = mib["median"] - mib["min"], mib["max"] - mib["median"]
         k = models.index(model)
-        _line(axes, mib.index, mib["median"], (low, high), k, len(models), _model(model))
+        _line(axes, mib.index, mib["median"], (low, high), k, len(models), model)
     _tokens_axis(axes, _budgets(measured))
     axes.set_ylim(bottom=0)
     axes.set_ylabel("peak memory, MiB", fontsize=9)
@@ -356,12 +363,12 @@ def errors(runs: pd.DataFrame, protocol: Protocol, dataset: str) -> Figure:
             ends = np.array([bca_interval(scores.values(dataset, (model, encoding), t)) for t in at])
             reach = np.nan_to_num(np.abs(ends - mean[:, None])).T  # one run has no interval
             k = models.index(model)
-            handles[_model(model)] = _line(axes, at, mean, reach, k, len(models), _model(model))
+            handles[_model(model)] = _line(axes, at, mean, reach, k, len(models), model)
             printed = {t: paper.benchmark(dataset, model, encoding, "rmse", t) for t in at}
             theirs = {t: found.mean for t, found in printed.items() if found is not None}
             if theirs:
                 x = _dodge(np.array(list(theirs)), k + 0.45, len(models))
-                color, marker, _ = _style(k)
+                color, marker, _ = _style(_place(model))
                 axes.plot(x, list(theirs.values()), ls="", marker=marker, mfc="white", mec=color, ms=6)
                 handles["the paper"] = None
         _tokens_axis(axes, budgets)
@@ -393,6 +400,11 @@ def _new_figure(width: float, height: float) -> Figure:
     return new_figure(max(6.0, width), height)
 
 
+def _base(value: float, _: Any) -> str:
+    """Whole where it is; a short run hardly leaves the start."""
+    return f"{value:,.0f}" if abs(value - round(value)) < 1e-6 else f"{value:,.2f}"
+
+
 def _number(value: float, form: str) -> str:
     return EMPTY if math.isnan(value) else form.format(value)
 
@@ -406,11 +418,11 @@ def _dodge(tokens: Any, k: float, n: int) -> np.ndarray:
     return np.asarray(tokens, dtype=np.float64) * 2 ** (0.36 * ((k + 0.5) / n - 0.5))
 
 
-def _line(axes: Axes, tokens: Any, values: Any, reach: Any, k: int, n: int, name: str) -> Any:
-    color, marker, dash = _style(k)
+def _line(axes: Axes, tokens: Any, values: Any, reach: Any, k: int, n: int, model: str) -> Any:
+    color, marker, dash = _style(_place(model))
     return axes.errorbar(
         _dodge(tokens, k, n), values, np.asarray(reach), color=color, marker=marker, ls=dash, ms=5, capsize=3,
-        lw=1.3, elinewidth=0.9, label=name,
+        lw=1.3, elinewidth=0.9, label=_model(model),
     )  # fmt: skip
 
 

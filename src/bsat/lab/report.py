@@ -33,6 +33,7 @@ def run_with_bar(
     from .runner import Watcher, run_experiments
 
     began, scored = time.perf_counter(), 0
+    last = began
     seeds = experiments[0].protocol.seeds
     bar = SearchBar(sum(e.trials for e in experiments) * len(seeds), show=show)
 
@@ -49,11 +50,18 @@ def run_with_bar(
             print(f"bsat: note: {name_of(experiment)} seed {seed}: {item}", file=sys.stderr)
 
     def done(experiment: Experiment, count: int) -> None:
-        nonlocal scored
+        nonlocal scored, last
         scored += count
+        now = time.perf_counter()
         if say:
-            print(_line(folder, experiment, time.perf_counter() - began), flush=True)
+            print(_line(folder, experiment, now - last), flush=True)
+        last = now
 
+    if show:
+        plan = (
+            f"{len(experiments)} cells, {len(seeds)} seeds, {experiments[0].trials} trials each; engine {engine.name}"
+        )
+        print(f"{plan}; protocol {experiments[0].protocol.short}", file=sys.stderr)
     with bar:
         run_experiments(
             experiments,

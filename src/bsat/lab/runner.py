@@ -218,7 +218,7 @@ class _Laboratory:
             mine = runs
             for name, value in experiment.cell.items():
                 mine = mine[mine[name] == value]
-            if len(mine) and set(mine["study"]) != {experiment.study}:
+            if set(mine["study"].dropna()) - {experiment.study}:
                 raise StoreError(
                     f"{self.store.folder} has runs of {_name(experiment)} made by another version of bsat, for which "
                     f"{experiment.model!r} or its space meant something else. Name another folder for new ones."

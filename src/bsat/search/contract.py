@@ -77,7 +77,7 @@ class Interrupted:
     def __str__(self) -> str:
         if not self.point:
             return f"trial {self.number} had no point yet"
-        return f"trial {self.number} lost {self.epochs} reported epochs; its point is queued again"
+        return f"trial {self.number} was in flight ({self.epochs} epochs done); its point is queued again"
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,19 @@ def read_records(storage: os.PathLike[str] | str, name: str) -> list[Record]:
         _close(backend)
 
 
+def read_names(storage: os.PathLike[str] | str) -> list[str]:
+    """The studies of a file; none if there is no file."""
+    path = Path(storage)
+    if not path.is_file():
+        return []
+    with _told_as_files(path):
+        backend = _open(path)
+        try:
+            return list(import_optuna().get_all_study_names(backend))
+        finally:
+            _close(backend)
+
+
 def read_search(storage: os.PathLike[str] | str, name: str, engine: Engine | Ray) -> list[Record]:
     """The finished trials of a search that `run_searches` would go on with; none if it has not begun."""
     path = Path(storage)

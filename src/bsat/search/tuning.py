@@ -14,7 +14,7 @@ from ..forecaster import Forecaster
 from .contract import Outcome, Search, Watch
 from .engines import Data, Engine
 from .space import Space
-from .study import run_search
+from .study import read_names, run_search
 
 if TYPE_CHECKING:
     from .cluster import Ray
@@ -37,7 +37,8 @@ def tune(
     Args:
         forecaster: what is not in the space stays as it is here.
         df: the frame to fit on.
-        folder: that is there; the search is kept in its file `search.db` (with Ray, in its folder `search`).
+        folder: that is there, with no other search in it; this one is kept in its file `search.db` (with Ray, in its
+            folder `search`).
         trials: how many.
         space: by default the paper's.
         engine: by default one trial after another, halved from epoch 20 on.
@@ -63,6 +64,7 @@ def tune(
         train=forecaster.train_config,
         seed=forecaster.train_config.seed,
     )
+    _check_folder(Path(folder), search.name)
     outcome = run_search(data, search, Path(folder) / "search.db", engine=engine, watch=watch)
     best = outcome.best()
     if not best:
@@ -72,6 +74,17 @@ def tune(
     trial = search.build(best[0].point)
     found = {**vars(trial.network), **vars(trial.train), "tokenizer": trial.tokenizer}
     return Forecaster(**{**forecaster.get_params(), **found}), outcome
+
+
+def _check_folder(folder: Path, name: str) -> None:
+    """One search a folder, since the model of another would be replaced."""
+    home = folder / "search"
+    known = read_names(home.with_suffix(".db")) + [path.name for path in home.glob("*") if path.is_dir()]
+    if known and name not in known:
+        raise ValueError(
+            f"`folder` = {folder} holds another search ({', '.join(known)}), with other settings or data; "
+            f"this one is {name}. Name another folder."
+        )
 
 
 def _fingerprint(forecaster: Forecaster, data: Data) -> str:
