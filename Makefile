@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(BIN)/bsat demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
