@@ -6,7 +6,8 @@ from tiny_stack import make_noise, make_side
 
 import cuda_on_cpu
 from bsat import nvrtc
-from bsat.model.fused import Fused, Products
+from bsat.model.fused import Fused
+from bsat.model.products import Products
 
 CPU = torch.device("cpu")
 
