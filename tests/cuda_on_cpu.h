@@ -73,6 +73,7 @@ static inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; 
 #define __expf(x) std::exp((float)(x))
 #define __sinf(x) std::sin((float)(x))
 #define __cosf(x) std::cos((float)(x))
+#define __sincosf(x, sin, cos) sincosf(x, sin, cos)
 #define __powf(x, y) std::pow((float)(x), (float)(y))
 
 static inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }

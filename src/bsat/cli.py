@@ -151,6 +151,9 @@ AtOnce = Annotated[
     typer.Option(help="Trials at a time (optuna, ray).", show_default="1 on a GPU, else the cores; with ray 5"),
 ]
 Address = Annotated[str | None, typer.Option(help="Of a Ray cluster.", show_default="this machine")]
+Precision = Annotated[
+    str, typer.Option(help='"float32", or "bfloat16" for activations of 16 bits (population, on a GPU).')
+]
 Plot = Annotated[Path | None, typer.Option(help="Draw it (.png, .svg or .pdf).", show_default=False)]
 
 
@@ -225,6 +228,7 @@ def tune(
     engine: EngineName = "optuna",
     at_once: AtOnce = None,
     address: Address = None,
+    precision: Precision = "float32",
     device: Device = "auto",
     json_: Json = False,
     quiet: Quiet = False,
@@ -237,7 +241,9 @@ def tune(
     from .search import Watch, tune
     from .storage import check_target
 
-    worker = make_engine(engine, Protocol(max_epochs=epochs), at_once=at_once, address=address, device=device)
+    worker = make_engine(
+        engine, Protocol(max_epochs=epochs), at_once=at_once, address=address, precision=precision, device=device
+    )
     check_target(folder)
     forecaster, table = make_forecaster(file, {**ctx.params, "degree": 3})
     folder.mkdir(parents=True, exist_ok=True)
@@ -475,6 +481,7 @@ def lab_run(
     engine: EngineName = "optuna",
     at_once: AtOnce = None,
     address: Address = None,
+    precision: Precision = "float32",
     spread: Annotated[
         bool, typer.Option("--spread", help="Score all runs on the test fold after selection, for the heatmap.")
     ] = False,
@@ -500,7 +507,7 @@ def lab_run(
     from .lab.report import run_with_bar
     from .lab.runner import make_engine
 
-    worker = make_engine(engine, protocol, at_once=at_once, address=address, device=device)
+    worker = make_engine(engine, protocol, at_once=at_once, address=address, precision=precision, device=device)
     summary = run_with_bar(
         experiments, store, engine=worker, device=device, spread=spread, show=not (quiet or json_), say=not json_
     )
@@ -724,7 +731,7 @@ WORDS = {
     r"\b(id|time|target)_col=": r"--\1-col",
     r"`(id|time|target)_col`": r"--\1-col",
     r"`(horizon|lookback|degree|encoding|head|seed|gaps|freq|device|level|step)`": r"--\1",
-    r"`(tokens|trials|seeds|engine|at_once|address|formats)`": r"--\1",
+    r"`(tokens|trials|seeds|engine|at_once|address|precision|formats)`": r"--\1",
     r"`model`": "--models",
     r"--at_once": "--at-once",
     r"`n_tokens`": "--tokens",

@@ -93,7 +93,13 @@ class Watcher:
 
 
 def make_engine(
-    name: str, protocol: Protocol, *, at_once: int | None = None, address: str | None = None, device: str = "auto"
+    name: str,
+    protocol: Protocol,
+    *,
+    at_once: int | None = None,
+    address: str | None = None,
+    precision: str = "float32",
+    device: str = "auto",
 ) -> Engine | Ray:
     """An engine that halves as the protocol says. Without `at_once`, Optuna's has one trial at a time on a GPU, and on
     a CPU one for each core, up to `CORES`."""
@@ -102,13 +108,15 @@ def make_engine(
         raise ValueError("`at_once` must be left out with engine 'population', which trains as many as fit.")
     if address is not None and name != "ray":
         raise ValueError(f"`address` is that of a Ray cluster; got {address!r} with engine {name!r}. Use engine 'ray'.")
+    if precision != "float32" and name != "population":
+        raise ValueError(f"`precision` must be 'float32' with engine {name!r}; got {precision!r}. Use 'population'.")
     if name in ENGINES:
         import_optuna()  # what is missing is told before anything is begun
     if name == "optuna":
         cores = 1 if find_device(device).type != "cpu" else min(count_cores(), CORES)
         return Local(cores if at_once is None else at_once, halving)
     if name == "population":
-        return Population(halving=halving)
+        return Population(halving=halving, precision=precision)
     if name == "ray":
         import_ray("tune")
         at_once = 5 if at_once is None else at_once

@@ -1,8 +1,9 @@
-"""The pass of `stacked`, and its gradient, as CUDA kernels around torch's matrix products.
+"""The pass of `stacked`, and its gradient, as CUDA kernels.
 
 Written for training steps that are captured in a CUDA graph: nothing here waits for the device, the gradient is laid
 out by hand into one buffer, and what can be made again is not kept. The arithmetic is float32; sums over rows are in
-float64.
+float64. With `precision="bfloat16"` the activations, and the parameters where they are multiplied, have 16 bits;
+parameters, their gradients, the optimizer, the tokens and the forecasts have 32 still.
 """
 
 from __future__ import annotations
@@ -16,33 +17,32 @@ import torch
 from torch import Tensor
 
 from .. import nvrtc
+from .attention16 import Attention16
+from .attention32 import Attention32
 from .positions import BASE
-from .products import Products
+from .products import Products, Products16
 from .stacked import Batch, Noise, Shape, Stack, sites
 
-LAYERS, ATTENTION = (Path(__file__).with_name(name) for name in ("layers.cu", "attention.cu"))
-MOST_TOKENS = 512
-"""A thread for each; beyond it attention is not made for this."""
-
+LAYERS = Path(__file__).with_name("layers.cu")
+PRECISIONS = ("float32", "bfloat16")
 MOST_WINDOWS = 65_535
 """In a batch: a grid has no more blocks along its second axis."""
 
 MEANWHILE = 2**22
 """Up to so many numbers in a feed-forward part, the gradients of weights are computed beside the rest."""
 
-CHUNKS = 64
+CHUNKS = 192
 """Into which rows are cut for sums over them, at most."""
-
-SHARED = 40_000
-"""Bytes of shared memory that a block of the attention kernels may take; 48 KiB are there without asking."""
 
 
 def fits(shape: Shape | None) -> bool:
     """Whether the kernels can take networks of this shape (None: of a kind of its own); else `stacked` does."""
-    if shape is None:
-        return False
-    deepest = shape.layers * shape.head_width
-    return shape.layers <= 4 and shape.width % 2 == 0 and shape.tokens <= MOST_TOKENS and deepest <= 256
+    return shape is not None and shape.width % 2 == 0 and Attention32.takes(shape)
+
+
+def takes_brief(shape: Shape, device: torch.device) -> bool:
+    """Whether activations of 16 bits can be had: for heads of at least 8 numbers, where there are tensor cores."""
+    return shape.width % 16 == 0 and Attention16.takes(shape) and nvrtc.tensor_cores(device)
 
 
 @dataclass
@@ -67,32 +67,36 @@ class Fused:
     Args:
         stack: its parameters; they may change between calls, but not move.
         noise: of the training steps.
+        precision: "float32", or "bfloat16" where `takes_brief` allows it.
     """
 
-    def __init__(self, stack: Stack, noise: Noise) -> None:
+    def __init__(self, stack: Stack, noise: Noise, precision: str = "float32") -> None:
         self.stack, self.shape, self.noise = stack, stack.shape, noise
         shape, M, device = stack.shape, len(stack), stack.theta.device
+        self.brief = precision == "bfloat16"
+        self.act = torch.bfloat16 if self.brief else torch.float32
         self.v, self.running = stack.views(), stack.running_views()
+        self.short = torch.empty_like(stack.theta, dtype=self.act) if self.brief else stack.theta
+        self.w = stack.views(self.short)
+        """the parameters as products take them"""
+        self.feeds = torch.tensor(stack.feeds, dtype=torch.int32, device=device) if self.brief else None
         self.grad = torch.zeros_like(stack.theta)
         self.g = stack.views(self.grad)
         self.size = stack.theta.shape[1]
-        k, n = shape.head_width, shape.tokens
-        # Two heads of few tokens fill the warps of a block better than one.
-        self.packed = 2 if 0 < n % 32 <= 16 and n < 64 and shape.heads % 2 == 0 else 1
-        self.threads = -(-self.packed * n // 32) * 32
-        variants = []
-        for depth in range(1, shape.layers + 1):
-            tile = min(n, max(8, SHARED // (4 * (depth + 1) * k * self.packed)))
-            sizes = {"DEPTH": depth, "WIDTH": k, "TILE": tile, "PACKED": self.packed, "MOST": self.threads}
-            variants.append((ATTENTION, sizes))
-        nvrtc.compile_ahead((LAYERS, {}), *variants, *Products.variants(device))
-        self.kernels = nvrtc.program(LAYERS)
-        self.attention = [nvrtc.program(path, **sizes) for path, sizes in variants]
-        self.product = self.weight_product = Products(M, device)
+        attention = Attention16 if self.brief else Attention32
+        products = Products16.variants(device) if self.brief else []
+        nvrtc.compile_ahead(
+            (LAYERS, {"BRIEF": int(self.brief)}), *attention.variants(shape), *products, *Products.variants(device)
+        )
+        self.kernels = nvrtc.program(LAYERS, BRIEF=int(self.brief))
+        self.attention = attention(shape, noise)
+        self.embedding_product = Products(M, device)
+        kind = Products16 if self.brief else Products
+        self.product = self.weight_product = kind(M, device)
         # The gradients of weights are nobody's input: what few small models leave idle can compute them meanwhile.
         self.aside = torch.cuda.Stream(device) if device.type == "cuda" else None
         if self.aside is not None:
-            self.weight_product = Products(M, device)  # with work space of its own
+            self.weight_product = kind(M, device)  # with work space of its own
         self._meanwhile = False
         self._held: list[Tensor] = []
         self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
@@ -107,18 +111,22 @@ class Fused:
         self.kernels.launch(name, (blocks, len(self.stack)), 256, *args)
 
     def _columns(self, name: str, rows: int, columns: int, *args: object) -> None:
-        """A kernel that goes down the columns."""
-        self._down(name, columns, *args, chunks=self._chunks(rows, columns))
+        """A kernel that goes down the columns, two at a time."""
+        self._down(name, columns // 2, *args, chunks=self._chunks(rows, columns))
 
-    def _down(self, name: str, columns: int, *args: object, chunks: int = 1) -> None:
-        wide = 32 if columns >= 32 else 16 if columns >= 16 else 8
-        grid = -(-columns // wide), chunks, len(self.stack)
+    def _down(self, name: str, threads: int, *args: object, chunks: int = 1) -> None:
+        wide = 32 if threads >= 32 else 16 if threads >= 16 else 8
+        grid = -(-threads // wide), chunks, len(self.stack)
         self.kernels.launch(name, grid, (wide, 256 // wide), *args)
+
+    def _gather(self, name: str, columns: int, *args: object) -> None:
+        """A kernel that adds up what others left, of two columns at a time; many threads share the parts of each."""
+        self.kernels.launch(name, (-(-columns // 16), 1, len(self.stack)), (8, 32), *args)
 
     @staticmethod
     def _chunks(rows: int, columns: int) -> int:
         """Into how many parts the rows are cut for it; by the shape alone, so that sums do not depend on the stack."""
-        return max(1, min(CHUNKS, rows * min(columns, 32) // 512))
+        return max(1, min(CHUNKS, rows * min(columns // 2, 32) // 2048))
 
     def _dropping(self, kind: int, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.noise.seeds, self.noise.step, self.noise.shares[kind] if training else None
@@ -135,25 +143,35 @@ class Fused:
         with torch.cuda.stream(self.aside):
             yield
 
-    def _weight_grad(self, a: Tensor, b: Tensor, name: str) -> None:
-        """(M, o, r) @ (M, r, i) into the gradient of a weight."""
-        with self._beside(a, b):
-            (self.weight_product if self._meanwhile else self.product)(a, b, out=self.g[name])
+    def _product(self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False, own: int = 0) -> Tensor:
+        """(M, r, c) @ (M, c, s), written or added to `out`; of the first (1), second (2) or inner (3) axis, only what
+        is within each model's own feed-forward width matters."""
+        if self.brief:
+            return self.product(a, b, out, add=add, limits=self.feeds if own else None, along=own)
+        return self.product(a, b, out, add=add)
 
-    def _left(self, rows: int, columns: int, sums: int = 2) -> Tensor:
-        """Room for partial sums."""
-        size = len(self.stack) * self._chunks(rows, columns) * sums * columns
+    def _weight_grad(self, a: Tensor, b: Tensor, name: str, *, own: int = 0) -> None:
+        """(M, o, r) @ (M, r, i) into the gradient of a weight."""
+        product = self.weight_product if self._meanwhile else self.product
+        choices = {"limits": self.feeds, "along": own} if self.brief and own else {}
+        with self._beside(a, b):
+            product(a, b, self.g[name], **choices)
+
+    def _left(self, rows: int, columns: int) -> Tensor:
+        """Room for two sums of each part and column."""
+        size = len(self.stack) * self._chunks(rows, columns) * 2 * columns
         return torch.empty(size, dtype=torch.float64, device=self.grad.device)
 
     def _add_left(self, left: Tensor, rows: int, columns: int, name: str) -> None:
         """Partial sums into the gradient of a bias."""
         with self._beside(left):
-            self._down("add_left", columns, left, self.g[name], columns, self._chunks(rows, columns), self.size)
+            self._gather("add_left", columns, left, self.g[name], columns, self._chunks(rows, columns), self.size)
 
     def _add_rows(self, x: Tensor, name: str) -> None:
         """Sums over the rows (M, rows, columns) into the gradient of a parameter."""
+        name_of = "add_rows" if x.dtype == torch.float32 else "add_acts"
         with self._beside(x):
-            self._down("add_rows", x.shape[2], x, self.g[name], x.shape[1], x.shape[2], self.size)
+            self._down(name_of, x.shape[2], x, self.g[name], x.shape[1], x.shape[2], self.size)
 
     # --------------------------------------------------------------------------------------------------------- forward
 
@@ -162,9 +180,14 @@ class Fused:
         v, shape, size = self.v, self.shape, self.size
         M, B, n = batch.positions.shape
         rows, d = B * n, shape.width
-        x = self.product(batch.values.view(M, rows, shape.features), v["embedding.weight"].mT)
+        if self.brief:
+            self._each("shorten", size, self.stack.theta, self.short, size)
+        embedded = self.embedding_product(batch.values.view(M, rows, shape.features), v["embedding.weight"].mT)
+        x = torch.empty_like(embedded, dtype=self.act) if self.brief else embedded
         rank = v["positions.by_rank"] if shape.ranked else None
-        self._each("embed", rows * d, x, v["embedding.bias"], rank, *self._dropping(0, training), rows, d, n, size)
+        self._each(
+            "embed", rows * d, embedded, v["embedding.bias"], rank, x, *self._dropping(0, training), rows, d, n, size
+        )
         saved: list[Saved] = []
         for i in range(shape.layers):
             x, layer = self._layer(i, x, [s.qkv for s in saved], batch, training)
@@ -172,38 +195,45 @@ class Fused:
         if batch.basis is not None:
             x = (batch.basis.view(M * B, n, n) @ x.view(M * B, n, d)).view(M, B, n * d)
         x = x.view(M, B, n * d)
-        return self.product(x, v["head.project.weight"].mT), saved, x
+        forecast = x.new_empty(M, B, shape.horizon, dtype=torch.float32)
+        return self._product(x, self.w["head.project.weight"].mT, forecast), saved, x
 
     def _layer(self, i: int, x: Tensor, before: list[Tensor], batch: Batch, training: bool) -> tuple[Tensor, Saved]:
-        v, shape, size, name, at = self.v, self.shape, self.size, f"encoder.layers.{i}", sites(i)
-        M, B, n = batch.positions.shape
-        rows, d = B * n, shape.width
-        qkv = self.product(x, v[f"{name}.attention.to_qkv.weight"].mT)
-        base, base_stride = self._log_base(i)
-        self._each(
-            "rotate", rows * d // 2, qkv, v[f"{name}.attention.to_qkv.bias"], batch.positions, base, rows, d,
-            max(shape.head_width // 2, 1), size, base_stride,
-        )  # fmt: skip
-        mixed = torch.empty_like(x)
-        spread = x.new_empty(M, B, shape.heads, n) if training else None
-        four = [*before, qkv, None, None, None][:4]
-        self.attention[i].launch(
-            "attend", (shape.heads // self.packed, B, M), self.threads,
-            *four, mixed, spread, *self._dropping(2, training), at[0], n, shape.heads,
-        )  # fmt: skip
-        z1 = self.product(mixed, v[f"{name}.attention.to_out.weight"].mT)
+        v, w, shape, size, name, at = self.v, self.w, self.shape, self.size, f"encoder.layers.{i}", sites(i)
+        rows = x.shape[1]
+        qkv = self._turned(i, x, batch.positions)
+        mixed, spread = self.attention.forward([*before, qkv], training, at[0])
+        z1 = self._product(mixed, w[f"{name}.attention.to_out.weight"].mT)
         x1, stats1 = self._norm(f"{name}.attention_norm", x, z1, v[f"{name}.attention.to_out.bias"], at[1], training)
-        u = self.product(x1, v[f"{name}.feed_forward.0.weight"].mT)
+        u = self._product(x1, w[f"{name}.feed_forward.0.weight"].mT, own=2)
         fed = torch.empty_like(u) if training else u
         self._columns(
-            "gelu", rows, shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, *self._dropping(1, training), at[2],
-            rows, shape.feed, size,
+            "gelu", rows, shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, self.feeds,
+            *self._dropping(1, training), at[2], rows, shape.feed, size,
         )  # fmt: skip
-        z2 = self.product(fed, v[f"{name}.feed_forward.3.weight"].mT)
+        z2 = self._product(fed, w[f"{name}.feed_forward.3.weight"].mT, own=3)
         x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
         if not training:  # later layers still want the queries and keys; nobody wants the rest
             x = mixed = z1 = x1 = u = z2 = x.new_empty(0)
         return x2, Saved(x, qkv, mixed, spread, z1, stats1, x1, u, z2, stats2)  # type: ignore[arg-type]
+
+    def _turned(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
+        """Queries and keys turned by the positions, and values."""
+        _, rows, d = x.shape
+        name = f"encoder.layers.{i}.attention.to_qkv"
+        weight, bias = self.w[f"{name}.weight"].mT, self.v[f"{name}.bias"]
+        base, base_stride = self._log_base(i)
+        if self.brief:  # which adds the bias itself
+            qkv, bias = self.product(x, weight, bias=bias), None
+            if base is None:
+                return qkv
+        else:
+            qkv = self.product(x, weight)
+        self._each(
+            "rotate", rows * d // 2, qkv, bias, positions, base, rows, d, max(self.shape.head_width // 2, 1),
+            self.size, base_stride,
+        )  # fmt: skip
+        return qkv
 
     def _log_base(self, i: int) -> tuple[Tensor | None, int]:
         if self.shape.learned:
@@ -220,94 +250,94 @@ class Fused:
         if not training:
             self._each("norm_still", rows * d, x, y, bias, mean, var, weight, shift, rows, d, self.size, stride)
             return y, None
-        stats, out = x.new_empty(M, 2, d), torch.empty_like(x)
+        stats, out = x.new_empty(M, 2, d, dtype=torch.float32), torch.empty_like(x)
         self._columns(
             "norm_sums", rows, d, x, y, bias, self.partial, *self._dropping(0, True), site, rows, d, self.size
         )
-        self._columns(
-            "norm_apply", rows, d, y, self.partial, self._chunks(rows, d), stats, mean, var, weight, shift, out, rows,
-            d, self.size, stride,
-        )  # fmt: skip
+        self._gather("norm_stats", d, self.partial, self._chunks(rows, d), stats, mean, var, rows, d, stride)
+        self._columns("norm_apply", rows, d, y, stats, weight, shift, out, rows, d, self.size)
         return out, stats
 
     # -------------------------------------------------------------------------------------------------------- backward
 
     def backward(self, grad: Tensor, saved: list[Saved], last: Tensor, batch: Batch) -> None:
         """From the gradient of the forecasts (M, B, H) to that of all parameters, in `grad`."""
-        v, shape = self.v, self.shape
+        shape = self.shape
         M, B, n = batch.positions.shape
         d = shape.width
         self._meanwhile = M * B * n * shape.feed <= MEANWHILE
         self._weight_grad(grad.mT, last, "head.project.weight")
         self._add_rows(grad, "head.project.bias")
-        flow = self.product(grad, v["head.project.weight"])
+        flow = self._product(grad, self.w["head.project.weight"])
         if batch.basis is not None:
             flow = batch.basis.view(M * B, n, n).mT @ flow.view(M * B, n, d)
         flow = flow.view(M, B * n, d)
         turned: list[Tensor] = [torch.empty_like(s.qkv) for s in saved]
         for i in reversed(range(shape.layers)):
             flow = self._layer_grad(i, flow, saved, turned, batch)
-        sums = flow.new_empty(M, min(8, B), n * d)
+        sums = flow.new_empty(M, min(8, B), n * d, dtype=torch.float32)
         self.kernels.launch(
             "embed_grad", (-(-n * d // 128), sums.shape[1], M), 128, flow, sums, *self._dropping(0, True), B, n * d
         )
         if shape.ranked:
             self._add_rows(sums, "positions.by_rank")
         self._add_rows(sums.view(M, -1, d), "embedding.bias")
-        self._weight_grad(flow.mT, batch.values.view(M, B * n, shape.features), "embedding.weight")
+        self._weight_grad(flow.mT, batch.values.view(M, B * n, shape.features).to(self.act), "embedding.weight")
         if self.aside is not None and self._held:
             torch.cuda.current_stream().wait_stream(self.aside)
             self._held.clear()
 
     def _layer_grad(self, i: int, flow: Tensor, saved: list[Saved], turned: list[Tensor], batch: Batch) -> Tensor:
-        v, g, shape, size, name, at = self.v, self.g, self.shape, self.size, f"encoder.layers.{i}", sites(i)
+        v, w, g, shape, size, name = self.v, self.w, self.g, self.shape, self.size, f"encoder.layers.{i}"
+        at = sites(i)
         M, B, n = batch.positions.shape
         rows, d, s = B * n, shape.width, saved[i]
         side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
-        inner = self.product(side, v[f"{name}.feed_forward.3.weight"])
+        inner = self._product(side, w[f"{name}.feed_forward.3.weight"], own=2)
         fed = torch.empty_like(inner)
         left = self._left(rows, shape.feed)
         self._columns(
             "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"], fed, left,
-            *self._dropping(1, True), at[2], rows, shape.feed, size,
+            self.feeds, *self._dropping(1, True), at[2], rows, shape.feed, size,
         )  # fmt: skip
         self._add_left(left, rows, shape.feed, f"{name}.feed_forward.0.bias")
-        self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight")
-        self._weight_grad(inner.mT, s.x1, f"{name}.feed_forward.0.weight")
-        self.product(inner, v[f"{name}.feed_forward.0.weight"], out=flow, add=True)
+        self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight", own=2)
+        self._weight_grad(inner.mT, s.x1, f"{name}.feed_forward.0.weight", own=1)
+        self._product(inner, w[f"{name}.feed_forward.0.weight"], flow, add=True, own=3)
         del inner, fed
         side = self._norm_grad(f"{name}.attention_norm", flow, s.z1, s.stats1, f"{name}.attention.to_out.bias", at[1])
         self._weight_grad(side.mT, s.mixed, f"{name}.attention.to_out.weight")
-        mixed = self.product(side, v[f"{name}.attention.to_out.weight"])
+        mixed = self._product(side, w[f"{name}.attention.to_out.weight"])
         del side
-        four = [*(s.qkv for s in saved[: i + 1]), None, None, None][:4]
-        slopes = [*turned[: i + 1], None, None, None][:4]
-        self.attention[i].launch(
-            "attend_grad", (2 * shape.heads // self.packed, B, M), self.threads, *four, *slopes, s.mixed, mixed,
-            s.spread, *self._dropping(2, True), at[0], n, shape.heads, int(i + 1 < shape.layers),
-        )  # fmt: skip
+        qkvs = [s.qkv for s in saved[: i + 1]]
+        add = i + 1 < shape.layers
+        self.attention.backward(qkvs, turned[: i + 1], s.mixed, mixed, s.spread, at[0], add=add)
         base, base_stride = self._log_base(i)
-        left = self._left(rows, d // 2, 7)
-        self._columns(
-            "rotate_grad", rows, d // 2, turned[i], s.qkv, batch.positions, base, left, rows, d,
-            max(shape.head_width // 2, 1), base_stride,
+        chunks = self._chunks(rows, d)
+        left = torch.empty(M * chunks * 7 * (d // 2), dtype=torch.float64, device=flow.device)
+        self._down(
+            "rotate_grad", d // 4 if self.brief else d // 2, turned[i], s.qkv, batch.positions, base, left, rows, d,
+            max(shape.head_width // 2, 1), base_stride, chunks=chunks,
         )  # fmt: skip
         with self._beside(left):
             base_grad = g[f"{name}.attention.rotary.log_base"] if shape.learned else None
-            bias, chunks = g[f"{name}.attention.to_qkv.bias"], self._chunks(rows, d // 2)
-            self.kernels.launch("rotate_left", M, 256, left, bias, base_grad, d, chunks, size)
+            bias = g[f"{name}.attention.to_qkv.bias"]
+            blocks = -(-3 * d // 32) + 1
+            self.kernels.launch("rotate_left", (blocks, 1, M), (32, 8), left, bias, base_grad, d, chunks, size)
         self._weight_grad(turned[i].mT, s.x, f"{name}.attention.to_qkv.weight")
-        return self.product(turned[i], v[f"{name}.attention.to_qkv.weight"], out=flow, add=True)
+        return self._product(turned[i], w[f"{name}.attention.to_qkv.weight"], flow, add=True)
 
     def _norm_grad(self, name: str, flow: Tensor, z: Tensor, stats: Tensor, bias: str, site: int) -> Tensor:
         """Turns `flow` into the gradient of x in x + drop(y + bias), and returns that of y."""
         _, rows, d = flow.shape
         weight, shift = self.g[f"{name}.weight"], self.g[f"{name}.bias"]
         self._columns("norm_grad_sums", rows, d, flow, z, stats, self.partial, rows, d)
-        side, left = torch.empty_like(flow), self._left(rows, d)
+        shares, side, left = torch.empty_like(stats), torch.empty_like(flow), self._left(rows, d)
+        chunks = self._chunks(rows, d)
+        self._gather("norm_grad_stats", d, self.partial, chunks, shares, weight, shift, rows, d, self.size)
         self._columns(
-            "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], self.partial, self._chunks(rows, d), weight,
-            shift, side, left, *self._dropping(0, True), site, rows, d, self.size,
+            "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], shares, side, left,
+            *self._dropping(0, True), site, rows, d, self.size,
         )  # fmt: skip
         self._add_left(left, rows, d, bias)
         return side

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from torch import Tensor
 from .. import nvrtc
 
 PRODUCT = Path(__file__).with_name("product.cu")
+PRODUCT16 = Path(__file__).with_name("product16.cu")
 
 
 class Products:
@@ -61,4 +64,107 @@ class Products:
             blocks = -(-rows * columns // 256)
             strides = out.stride(1), out.stride(0)
             launch("product_sum", (blocks, M), 256, self.partial, out, rows, columns, *strides, slices, int(add))
+        return out
+
+
+class Products16:
+    """Matrix products of M models, (M, r, c) @ (M, c, s), of bfloat16 with float32 sums (`product16.cu`).
+
+    They are cut by the shapes of one model: what a model gets does not depend on how many there are. For devices with
+    tensor cores only.
+    """
+
+    # How many rows and columns a block may take, and how many threads it has then.
+    TILES: ClassVar = {(128, 128): 256, (128, 64): 128, (64, 64): 128, (64, 32): 128}
+    DEEP, LEAST, BLOCKS = 32, 256, 48  # a stage of the depth, the least depth of a slice, blocks of a model with slices
+
+    @staticmethod
+    def variants(device: torch.device) -> list[tuple[Path, dict[str, int]]]:
+        """The programs, by what a block takes."""
+        if not nvrtc.tensor_cores(device):
+            return []
+        return [(PRODUCT16, {"TALL": tall, "WIDE": wide}) for tall, wide in Products16.TILES]
+
+    def __init__(self, models: int, device: torch.device) -> None:
+        self.models = models
+        self.programs = {
+            (sizes["TALL"], sizes["WIDE"]): nvrtc.program(path, **sizes) for path, sizes in self.variants(device)
+        }
+
+    @classmethod
+    @cache
+    def cut(cls, rows: int, columns: int, depth: int) -> tuple[tuple[int, int], int, int, int]:
+        """What a block takes of a model's product, how many blocks that makes, and the depth and number of slices.
+
+        It weighs what is multiplied, what is brought to the blocks, and what slices write and read.
+        """
+        found = []
+        for tall, wide in cls.TILES:
+            tiles = -(-rows // tall) * -(-columns // wide)
+            slices = max(1, min(depth // cls.LEAST, cls.BLOCKS // tiles))
+            slice_ = max(1, -(-depth // (slices * cls.DEEP))) * cls.DEEP
+            slices = max(1, -(-depth // slice_))
+            cost = tiles * depth * (tall * wide + 64 * (tall + wide))
+            if slices > 1:
+                cost += 256 * slices * rows * columns
+            found.append((cost, (tall, wide), tiles, slice_, slices))
+        return min(found)[1:]
+
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        out: Tensor | None = None,
+        *,
+        add: bool = False,
+        dtype: torch.dtype = torch.bfloat16,
+        bias: Tensor | None = None,
+        limits: Tensor | None = None,
+        along: int = 0,
+    ) -> Tensor:
+        """The product, written or added to `out` if it is given, else as `dtype`.
+
+        `bias` (M, s), of float32, is added to every row. With `limits` (M), of int32 and multiples of 8, a model's rows
+        (along = 1), columns (2) or depth (3) end there: what lies beyond is neither read nor written.
+        """
+        (M, rows, depth), columns = a.shape, b.shape[2]
+        if out is None:
+            out = a.new_empty(M, rows, columns, dtype=dtype)
+        full = out.dtype == torch.float32
+        turn_a, turn_b = a.stride(2) != 1, b.stride(2) != 1
+        assert self.models >= M
+        assert (M, depth, columns) == tuple(b.shape)
+        assert (M, rows, columns) == tuple(out.shape)
+        assert a.dtype == b.dtype == torch.bfloat16
+        assert full or out.dtype == torch.bfloat16
+        assert a.stride(1 if turn_a else 2) == b.stride(1 if turn_b else 2) == out.stride(2) == 1
+        assert not turn_a or not turn_b
+        assert bias is None or (bias.dtype == torch.float32 and bias.shape == (M, columns) and bias.stride(1) == 1)
+        assert (limits is None) == (along == 0)
+        assert limits is None or limits.dtype == torch.int32
+        a_stride, b_stride = a.stride(2 if turn_a else 1), b.stride(2 if turn_b else 1)
+        # Lines along the depth must be whole pieces. Others may end within one, if the next line begins after it.
+        ends = [] if turn_a and not turn_b else [depth]
+        eights = all(s % 8 == 0 for s in (*ends, a_stride, b_stride, a.stride(0), b.stride(0)))
+        eights = eights and all(t.data_ptr() % 16 == 0 for t in (a, b))
+        piece = 2 if full else 8
+        aligned = all(s % piece == 0 for s in (columns, out.stride(1), out.stride(0)))
+        aligned = aligned and out.data_ptr() % (8 if full else 16) == 0
+        tile, tiles, slice_, slices = self.cut(rows, columns, depth)
+        partial = None
+        if slices > 1:
+            partial = torch.empty(M * slices * rows * (columns + columns % 2), device=a.device)
+        launch = self.programs[tile].launch
+        strides = 0 if bias is None else bias.stride(0), along
+        launch(
+            f"product_{'t' if turn_a else 'n'}{'t' if turn_b else 'n'}{'' if eights else '_odd'}",
+            (tiles, slices, M), self.TILES[tile], a, b, out, partial, bias, limits, rows, columns, depth, a_stride,
+            b_stride, out.stride(1), a.stride(0), b.stride(0), out.stride(0), *strides, slice_, int(aligned), int(full),
+            int(add),
+        )  # fmt: skip
+        if slices > 1:
+            launch(
+                "product_sum", (-(-rows * columns // 256), M), 256, partial, out, bias, limits, rows, columns, depth,
+                out.stride(1), out.stride(0), *strides, slice_, slices, int(full), int(add),
+            )  # fmt: skip
         return out

@@ -158,8 +158,8 @@ class Stack:
         self.table, size = _lay_out(names, own, shape)
         self.running_table, running_size = _lay_out(running, own, shape)
         device = next(model.parameters()).device
-        # A multiple of four keeps every network's parameters where wide loads can reach them; log-bases stay last.
-        padding = -size % 4
+        # A multiple of eight keeps every network's parameters where wide loads can reach them; log-bases stay last.
+        padding = -size % 8
         if padding and self.free:
             for name in names[-self.free :]:
                 start, stop, form = self.table[name]

@@ -12,10 +12,16 @@ struct bf16 {
         bits = (unsigned short)brief(x);
         return *this;
     }
-    static __device__ unsigned brief(float x) {
+    static __device__ __forceinline__ unsigned brief(float x) {
+#ifdef __CUDA_ARCH__
+        unsigned both;
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(0.f), "f"(x));
+        return both;
+#else
         const unsigned all = __float_as_uint(x);
         if ((all & 0x7fffffffu) > 0x7f800000u) return 0x7fffu; // not a number
         return (all + 0x7fffu + (all >> 16 & 1u)) >> 16;
+#endif
     }
 };
 

@@ -21,7 +21,8 @@ from torch import Tensor
 
 from ..data.windows import Windows
 from ..model import build_network
-from ..tokens.door import to_whole
+from ..model.fused import PRECISIONS
+from ..tokens.door import check_choice, to_whole
 from ..train import Epoch, History, TokenBatches, train
 from ..train.batches import keeps_tokens
 from ..train.checkpoint import Checkpoint
@@ -150,9 +151,16 @@ class Population:
     halving: Halving | None = field(default_factory=Halving)
     memory: int | None = None
     """bytes of device memory that a pack may take; by default most of what is free"""
-    name: str = field(default="population", init=False)
+    precision: str = "float32"
+    """or "bfloat16": see `train.population.train_population`"""
+
+    @property
+    def name(self) -> str:
+        """For the record."""
+        return "population" if self.precision == "float32" else f"population, {self.precision}"
 
     def __post_init__(self) -> None:
+        check_choice(self.precision, "precision", PRECISIONS)
         object.__setattr__(self, "startup", to_whole(self.startup, "startup", 1))
         object.__setattr__(self, "generation", to_whole(self.generation, "generation", 1))
 
@@ -202,6 +210,7 @@ class Population:
             deviation=data.deviation,
             halving=self.halving,
             rivals=[drawn.place for drawn in batch],
+            precision=self.precision,
             memory=self.memory,
             report=report,
         ):

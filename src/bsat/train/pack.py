@@ -47,6 +47,7 @@ class Pack:
         banks: (M,) which source of the banks each network reads.
         val_banks: the same for `val`, if it differs.
         deviation: (R,) float64, the scaling of the rows, for scores in the data's unit.
+        precision: "float32", or "bfloat16" to keep activations in 16 bits where the device and the shape allow it.
         capture: use CUDA graphs where there is a GPU.
     """
 
@@ -60,6 +61,7 @@ class Pack:
         val_banks: Sequence[int] | None = None,
         *,
         deviation: Tensor,
+        precision: str = "float32",
         capture: bool = True,
     ) -> None:
         for fold, bank in (("train", train), ("validation", val)):
@@ -68,6 +70,7 @@ class Pack:
         shape = stacked.common_shape([_described(network) for network in networks])
         self.stack = Stack(networks, shape)
         self.configs, self.train, self.val, self.capture = list(configs), train, val, capture
+        self.precision = precision
         self.device = device = self.stack.theta.device
         if device.type not in ("cpu", "cuda"):
             raise ValueError(f"`device` must be 'cpu' or 'cuda' for networks side by side; got {device.type!r}.")
@@ -107,8 +110,10 @@ class Pack:
         self.decays = torch.tensor([c.weight_decay for c in self.configs], device=device)
         small = 2 * self.configs[0].batch_size <= fused.MOST_WINDOWS
         usable = nvrtc.serves(device) and small and fused.fits(self.stack.shape)
+        brief = self.precision == "bfloat16" and usable and fused.takes_brief(self.stack.shape, device)
         with self._here():
-            self.fused = fused.Fused(self.stack, self.noise) if usable else None
+            precision = "bfloat16" if brief else "float32"
+            self.fused = fused.Fused(self.stack, self.noise, precision) if usable else None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._pool, self._stream = None, None
         if self.fused is not None and device.type == "cuda":
@@ -262,7 +267,7 @@ class Pack:
         )  # fmt: skip
         basis = None
         if bank.first is not None and bank.weights is not None:
-            basis = new(M, count, n, n)
+            basis = new(M, count, n, n, dtype=self.fused.act)
             launch(
                 "basis", (count, M), THREADS, bank.first, bank.weights, order, of, self.done, basis, len(bank),
                 stride, n, bank.weights.shape[3],
@@ -276,11 +281,12 @@ class Pack:
         assert self.fused is not None
         M, B, H = forecast.shape
         squares = torch.empty(M, B, 2, dtype=torch.float64, device=self.device)
+        grad = forecast if self.fused.act == torch.float32 else torch.empty_like(forecast, dtype=self.fused.act)
         self.fused.kernels.launch(
             "compare", (B, M), THREADS, forecast, self.fused.v["head.project.bias"], targets, levels, seen,
-            forecast if training else None, squares, H, self.fused.size,
+            grad if training else None, squares, H, self.fused.size,
         )  # fmt: skip
-        return forecast, squares
+        return grad, squares
 
     # ------------------------------------------------------------------------------------------------------ plain torch
 
