@@ -1,4 +1,4 @@
-"""Matrix products as the GPU makes them, on the CPU: `model/product.cu` through `Products`."""
+"""Matrix products as the GPU makes them, on the CPU: `model/product32.cu` through `Products32`."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tiny_stack import make_noise, make_side
 import cuda_on_cpu
 from bsat import nvrtc
 from bsat.model.fused import Fused
-from bsat.model.products import Products
+from bsat.model.products import Products32
 
 CPU = torch.device("cpu")
 
@@ -42,7 +42,7 @@ def error(found, a, b):
 )
 def test_products_are_as_exact_as_float32(rows, depth, columns, kind):
     a, b = factors(rows, depth, columns, kind)
-    products = Products(2, CPU)
+    products = Products32(2, CPU)
     assert error(products(a, b), a, b) < 2e-6
     before = torch.randn(2, rows, columns)
     out = before.clone()
@@ -56,16 +56,16 @@ def test_one_pass_on_a_tensor_core_would_not_do():
     a, b = factors(40, 64, 40, "nn")
     short = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
     assert error(short[0] @ short[1], a, b) > 1e-4
-    assert error(Products(2, CPU)(a, b), a, b) < 1e-6
+    assert error(Products32(2, CPU)(a, b), a, b) < 1e-6
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns", "kind"), [(40, 24, 48, "nt"), (24, 500, 20, "tn")])
 def test_a_model_gets_the_same_bits_whoever_is_beside_it(rows, depth, columns, kind):
     a, b = factors(rows, depth, columns, kind, models=3)
-    together = Products(3, CPU)(a, b)
+    together = Products32(3, CPU)(a, b)
     for model in range(3):
         one = slice(model, model + 1)
-        assert torch.equal(Products(1, CPU)(a[one], b[one])[0], together[model])
+        assert torch.equal(Products32(1, CPU)(a[one], b[one])[0], together[model])
 
 
 def test_into_part_of_a_larger_buffer():
@@ -73,7 +73,7 @@ def test_into_part_of_a_larger_buffer():
     for start in (0, 3, 4):
         a, b = factors(6, 40, 10, "tn", models=3)
         buffer = torch.full((3, 80), 7.0)
-        Products(3, CPU)(a, b, out=buffer[:, start : start + 60].unflatten(1, (6, 10)))
+        Products32(3, CPU)(a, b, out=buffer[:, start : start + 60].unflatten(1, (6, 10)))
         assert error(buffer[:, start : start + 60].view(3, 6, 10), a, b) < 1e-6
         assert (buffer[:, :start] == 7).all()
         assert (buffer[:, start + 60 :] == 7).all()

@@ -1,9 +1,12 @@
 // `attention32.cu` with numbers of 16 bits on tensor cores: the same attention with residual scores, and its gradient.
 //
 // A block is some rows of PACKED heads of one window of one model; a warp is 16 tokens of a head, and meets the others
-// TILE at a time in shared memory. DEPTH, WIDTH (of a head, a multiple of 8) and PACKED are constants. What goes into a
-// product is bfloat16; sums and all else are float32. qkv is (M, B, n, 3 d): queries, keys, values; within queries and
-// keys the first halves of all heads come first.
+// TILE at a time in shared memory. DEPTH, WIDTH (of a head, even) and PACKED are constants. What goes into a product is
+// bfloat16; sums and all else are float32. qkv is (M, B, n, 3 d): queries, keys, values; within queries and keys the
+// first halves of all heads come first.
+//
+// The gradient does not find out again what is known: `attend` leaves which weights were dropped, and `attend_grad`
+// the gradients of the scores, in pieces of 16 queries and 16 keys.
 
 #include "noise.cuh"
 #include "tensor.cuh"
@@ -11,42 +14,51 @@
 #define UP(n, to) (((n) + (to)-1) / (to) * (to))
 #define SUM (DEPTH * WIDTH)
 #define HALF (WIDTH / 2)
-#define RUN (HALF % 8 == 0 ? 8 : 4) // numbers of a half that can be copied at once
+#define RUN (HALF % 8 == 0 ? 8 : HALF % 4 == 0 ? 4 : HALF % 2 == 0 ? 2 : 1) // numbers of a half copied at once
+#define ROW_RUN (WIDTH % 8 == 0 ? 8 : WIDTH % 4 == 0 ? 4 : 2)               // and of a whole
 #define PARTS (SUM <= 128 ? 1 : 2)  // a gradient's; the registers hold one at once
 #define ALL UP(SUM, 16 * PARTS)     // with zeros behind, for products of 16
 #define PART (ALL / PARTS)
 #define WIDE UP(WIDTH, 16)
+#define COLUMNS (UP(SUM, 8) / 8) // products that give them all, 8 each
+#define PART_COLUMNS (PARTS == 1 ? COLUMNS : PART / 8)
+#define ROW_COLUMNS (UP(WIDTH, 8) / 8)
 #define TILE 48
 #define MOST 512                                  // tokens
 #define ROWS (PACKED > 1 ? TILE : UP(MOST, TILE)) // several heads are packed only if a tile holds all tokens
 #define THREADS 192
-#define BYTES (TILE * (ALL + 8 + WIDE + 8) * 2 * PACKED)       // of a tile
-#define STAGES (PACKED == 1 && 2 * BYTES + 8 * ROWS <= 48000 ? 2 : 1) // tiles held at once, one of them under way
+#define WARPS (THREADS / 32)
+#define SIDE_BYTES (TILE * (ALL + 8) * 2 * PACKED) // of a tile
+#define BYTES (SIDE_BYTES + TILE * (WIDE + 8) * 2 * PACKED + WARPS * TILE * 2)
+#define STAGES (PACKED == 1 && 2 * BYTES + 8 * ROWS <= 49000 ? 2 : 1) // tiles held at once, one of them under way
+#define SIDE_STAGES (PACKED == 1 && 2 * SIDE_BYTES <= 49000 ? 2 : 1)
 #define LOG2E 1.4426950408889634f
 #define FAR 1e30f
 
-// Blocks of attend and of attend_grad that a processor shall hold: they take 80 registers of a thread if there are four
-// of them, 96 if three, 168 if two. Where it is tight a few spill into memory, but not those of the products.
+// Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold: they take 64 registers of a thread
+// if there are five of them, 80 if four, 112 if three, 168 if two.
 #if ALL + WIDE <= 48
 #define BLOCKS 4
 #define GRAD_BLOCKS 4
+#define QUERY_BLOCKS 5
 #elif ALL + WIDE <= 80
 #define BLOCKS 4
 #define GRAD_BLOCKS 3
+#define QUERY_BLOCKS 4
 #elif ALL + WIDE <= 160
 #define BLOCKS 3
 #define GRAD_BLOCKS 2
+#define QUERY_BLOCKS 3
 #else
 #define BLOCKS 2
 #define GRAD_BLOCKS 1
+#define QUERY_BLOCKS 2
 #endif
 #define EVERYONE 0xffffffffu
 
 // Rows 8 numbers longer than they need to be: `fetch` then meets every bank of the shared memory once.
-struct Tiles {
-    bf16 side[STAGES][PACKED][TILE][ALL + 8];
-    bf16 rows[STAGES][PACKED][TILE][WIDE + 8];
-};
+typedef bf16 SideTile[PACKED][TILE][ALL + 8];
+typedef bf16 RowTile[PACKED][TILE][WIDE + 8];
 
 // 2 to the power of x.
 __device__ __forceinline__ float power(float x) {
@@ -59,22 +71,32 @@ __device__ __forceinline__ float power(float x) {
 #endif
 }
 
-// `send` of COUNT numbers, 8 or 4.
+// `send` of COUNT numbers: 8, 4, 2, or 1, which is there at once.
 template <int COUNT> __device__ __forceinline__ void send_some(bf16* to, const bf16* from, bool there) {
     if (COUNT == 8) {
         send(to, from, there);
         return;
     }
+    if (COUNT == 1) {
+        to->bits = there ? from->bits : 0;
+        return;
+    }
 #ifdef __CUDA_ARCH__
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(at), "l"(from), "r"(there ? 8 : 0) : "memory");
+    if (COUNT == 4)
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(at), "l"(from), "r"(there ? 8 : 0)
+                     : "memory");
+    else
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(there ? 4 : 0)
+                     : "memory");
 #else
-    *(int2*)to = there ? *(const int2*)from : make_int2(0, 0);
+    for (int i = 0; i < COUNT; i++) to[i].bits = there ? from[i].bits : 0;
 #endif
 }
 
 // One side of a head, queries or keys of all layers, of one token; c counts along SUM.
 struct Side {
+    static constexpr int together = RUN;
     const bf16 *layer0, *layer1, *layer2, *layer3;
     int d, shift; // 0 for queries, d for keys
 
@@ -87,6 +109,7 @@ struct Side {
 
 // Rows in which a head has WIDTH numbers side by side.
 struct Rows {
+    static constexpr int together = ROW_RUN;
     const bf16* first;
     int stride;
 
@@ -116,38 +139,78 @@ struct Place {
         stat = (window * heads + head) * n;
         corner = (unsigned)(blockIdx.y * heads + head) * n;
     }
+
+    // Among pieces of 16 tokens and 16 tokens, (M, B, heads, n / 16, n / 16).
+    __device__ long long piece(int down, int right) const {
+        const int pieces = (n + 15) / 16;
+        return ((((long long)blockIdx.z * gridDim.y + blockIdx.y) * heads + head) * pieces + down) * pieces + right;
+    }
 };
 
-// The numbers that no fill ever touches.
-__device__ void clear(Tiles& tiles) {
-    for (int e = threadIdx.x; e < STAGES * PACKED * TILE; e += blockDim.x) {
-        bf16 *side = tiles.side[0][0][0] + e * (ALL + 8), *rows = tiles.rows[0][0][0] + e * (WIDE + 8);
+// Zeros for the numbers of rows that no fill ever touches: those behind the first COUNT.
+template <int COUNT, int LONG> __device__ __forceinline__ void clear(bf16* tile, int rows) {
+    for (int e = threadIdx.x; e < rows; e += blockDim.x) {
 #pragma unroll
-        for (int c = SUM; c < ALL; c += 8) *(int4*)(side + c) = make_int4(0, 0, 0, 0);
+        for (int c = COUNT; c < UP(COUNT, 8); c += 2) *(unsigned*)(tile + e * LONG + c) = 0;
 #pragma unroll
-        for (int c = WIDTH; c < WIDE; c += 8) *(int4*)(rows + c) = make_int4(0, 0, 0, 0);
+        for (int c = UP(COUNT, 8); c < LONG - 8; c += 8) *(int4*)(tile + e * LONG + c) = make_int4(0, 0, 0, 0);
     }
 }
 
 // Tokens j0 ... on their way to shared memory; zeros for those that are not there. Heads are side by side in memory,
 // so those of a block are copied together.
-__device__ __forceinline__ void fill(Tiles& tiles, int stage, const Side& side, const Rows& rows, const Place& place,
-                                     int j0) {
+__device__ __forceinline__ void fill(SideTile& tile, const Side& side, const Place& place, int j0) {
     const int run = PACKED * HALF / RUN, all = run * 2 * DEPTH;
     for (int e = threadIdx.x; e < TILE * all; e += blockDim.x) {
         const int p = e % run / (HALF / RUN), c = e % (HALF / RUN) * RUN + e / run % (2 * DEPTH) * HALF, j = e / all;
         const bool there = j0 + j < place.n;
         const bf16* from = side.at(place.row + (there ? j0 + j : 0), place.head0 + p, c);
-        send_some<RUN>(&tiles.side[stage][p][j][c], from, there);
+        send_some<RUN>(&tile[p][j][c], from, there);
     }
-    const int wide = PACKED * WIDTH / 8;
-    for (int e = threadIdx.x; e < TILE * wide; e += blockDim.x) {
-        const int p = e % wide / (WIDTH / 8), c = e % (WIDTH / 8) * 8, j = e / wide;
+}
+
+__device__ __forceinline__ void fill(RowTile& tile, const Rows& rows, const Place& place, int j0) {
+    const int run = WIDTH / ROW_RUN, all = PACKED * run;
+    for (int e = threadIdx.x; e < TILE * all; e += blockDim.x) {
+        const int p = e % all / run, c = e % run * ROW_RUN, j = e / all;
         const bool there = j0 + j < place.n;
         const bf16* from = rows.at(place.row + (there ? j0 + j : 0), place.head0 + p, c);
-        send(&tiles.rows[stage][p][j][c], from, there);
+        send_some<ROW_RUN>(&tile[p][j][c], from, there);
     }
-    seal();
+}
+
+// Four numbers in a row, as far as there are COUNT: zeros behind.
+template <int COUNT, class From>
+__device__ __forceinline__ int2 four(const From& from, long long row, int head, int c) {
+    int2 both = make_int2(0, 0);
+    if (From::together >= 4) {
+        if (c < COUNT) both = *(const int2*)from.at(row, head, c);
+    } else if (From::together == 2) {
+        if (c < COUNT) both.x = *(const int*)from.at(row, head, c);
+        if (c + 2 < COUNT) both.y = *(const int*)from.at(row, head, c + 2);
+    } else {
+        unsigned x[4];
+#pragma unroll
+        for (int e = 0; e < 4; e++) x[e] = c + e < COUNT ? from.at(row, head, c + e)->bits : 0;
+        both = make_int2((int)(x[0] | x[1] << 16), (int)(x[2] | x[3] << 16));
+    }
+    return both;
+}
+
+template <int COUNT, class To>
+__device__ __forceinline__ void set_four(const To& to, long long row, int head, int c, int2 both) {
+    if (To::together >= 4) {
+        if (c < COUNT) *(int2*)to.at(row, head, c) = both;
+    } else if (To::together == 2) {
+        if (c < COUNT) *(int*)to.at(row, head, c) = both.x;
+        if (c + 2 < COUNT) *(int*)to.at(row, head, c + 2) = both.y;
+    } else {
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+            if (c + e < COUNT)
+                ((bf16*)to.at(row, head, c + e))->bits =
+                    (unsigned short)((unsigned)(e < 2 ? both.x : both.y) >> e % 2 * 16);
+    }
 }
 
 // The first COUNT numbers of rows i and i + 8, as the left side of products. A thread reads four in a row of one half
@@ -162,8 +225,7 @@ __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from,
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             int2 both = make_int2(0, 0);
-            if (place.i + 8 * r < place.n && c < COUNT)
-                both = *(const int2*)from.at(place.row + place.i + 8 * r, place.head, c);
+            if (place.i + 8 * r < place.n) both = four<COUNT>(from, place.row + place.i + 8 * r, place.head, c);
             const int got = __shfl_xor_sync(EVERYONE, even ? both.y : both.x, 1);
             a[k][r] = (unsigned)(even ? both.x : got);
             a[k][2 + r] = (unsigned)(even ? got : both.y);
@@ -184,18 +246,20 @@ __device__ __forceinline__ void write(const float (&d)[PIECES][4], const To& to,
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float scale = r == 0 ? scale0 : scale1;
-            const float *left = &d[k][2 * r], *right = &d[k + 1][2 * r];
-            const float got0 = __shfl_xor_sync(EVERYONE, even ? right[0] : left[0], 1);
-            const float got1 = __shfl_xor_sync(EVERYONE, even ? right[1] : left[1], 1);
-            float x0 = (even ? left[0] : got0) * scale, x1 = (even ? left[1] : got1) * scale;
-            float x2 = (even ? got0 : right[0]) * scale, x3 = (even ? got1 : right[1]) * scale;
+            const bool two = k + 1 < PIECES;
+            const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
+            const float right0 = two ? d[two ? k + 1 : 0][2 * r] : 0.f, right1 = two ? d[two ? k + 1 : 0][2 * r + 1] : 0.f;
+            const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
+            const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
+            float x0 = (even ? left0 : got0) * scale, x1 = (even ? left1 : got1) * scale;
+            float x2 = (even ? got0 : right0) * scale, x3 = (even ? got1 : right1) * scale;
             if (place.i + 8 * r >= place.n || c >= COUNT) continue;
-            int2* at = (int2*)to.at(place.row + place.i + 8 * r, place.head, c);
+            const long long row = place.row + place.i + 8 * r;
             if (add) {
-                const int2 old = *at;
+                const int2 old = four<COUNT>(to, row, place.head, c);
                 x0 += lower(old.x), x1 += upper(old.x), x2 += lower(old.y), x3 += upper(old.y);
             }
-            *at = make_int2((int)pack(x0, x1), (int)pack(x2, x3));
+            set_four<COUNT>(to, row, place.head, c, make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
         }
     }
 }
@@ -206,6 +270,15 @@ __device__ __forceinline__ void multiply_both(float (&d0)[4], float (&d1)[4], co
     const unsigned left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
     multiply(d0, a, left);
     multiply(d1, a, right);
+}
+
+// Columns k and k + 1 of them; the last may be alone.
+template <int PIECES>
+__device__ __forceinline__ void multiply_some(float (&d)[PIECES][4], int k, const unsigned (&a)[4],
+                                              const unsigned (&b)[4]) {
+    const unsigned left[2] = {b[0], b[1]}, right[2] = {b[2], b[3]};
+    multiply(d[k], a, left);
+    if (k + 1 < PIECES) multiply(d[k + 1], a, right);
 }
 
 // The right side for them: numbers c ... c + 15 of rows j ... j + 15, the rows along the columns of the product,
@@ -246,10 +319,14 @@ __device__ __forceinline__ float highest(float x) {
     return fmaxf(x, __shfl_xor_sync(EVERYONE, x, 2));
 }
 
+// `spread` is the logarithm (to base 2) of each softmax's denominator. `gone` has a bit of 1 for each weight dropped:
+// 8 words for 16 queries and 16 keys, each of what the warp said of one of the numbers that its threads hold; see
+// `attend_grad`. It is written only if there is dropout.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* out, float* spread,
-       const int* seeds, const int* step, const float* drop, int site, int n, int heads) {
-    __shared__ __align__(16) Tiles tiles;
+       unsigned* gone, const int* seeds, const int* step, const float* drop, int site, int n, int heads) {
+    __shared__ __align__(16) SideTile side[STAGES];
+    __shared__ __align__(16) RowTile rows[STAGES];
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n; // packed: a single tile
@@ -258,15 +335,20 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
     const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, mixed{out, d};
     const float scale = rsqrtf((float)WIDTH) * LOG2E;
     unsigned q[ALL / 16][4];
-    float sum[WIDE / 8][4], top[2] = {-FAR, -FAR}, total[2] = {0.f, 0.f};
-    fill(tiles, 0, keys, values, place, 0);
-    clear(tiles);
+    float sum[ROW_COLUMNS][4], top[2] = {-FAR, -FAR}, total[2] = {0.f, 0.f};
+    fill(side[0], keys, place, 0);
+    fill(rows[0], values, place, 0);
+    seal();
+    clear<SUM, ALL + 8>(side[0][0][0], STAGES * PACKED * TILE);
+    clear<WIDTH, WIDE + 8>(rows[0][0][0], STAGES * PACKED * TILE);
     read<SUM>(q, queries, place);
     zero(sum);
     for (int j0 = 0; j0 < end; j0 += TILE) {
         const int stage = STAGES == 2 ? j0 / TILE % 2 : 0;
         if (STAGES == 2 && j0 + TILE < end) {
-            fill(tiles, 1 - stage, keys, values, place, j0 + TILE);
+            fill(side[1 - stage], keys, place, j0 + TILE);
+            fill(rows[1 - stage], values, place, j0 + TILE);
+            seal();
             arrive<1>();
         } else
             arrive<0>();
@@ -279,7 +361,7 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
 #pragma unroll
                 for (int m = 0; m < TILE / 8; m += 2) {
                     unsigned b[4];
-                    fetch_across(b, tiles.side[stage][p], 8 * m, 16 * k);
+                    fetch_across(b, side[stage][p], 8 * m, 16 * k);
                     multiply_both(score[m], score[m + 1], q[k], b);
                 }
             if (n - j0 < TILE) {
@@ -299,7 +381,7 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
                 top[r] = high;
                 total[r] *= shrink;
 #pragma unroll
-                for (int c = 0; c < WIDE / 8; c++) {
+                for (int c = 0; c < ROW_COLUMNS; c++) {
                     sum[c][2 * r] *= shrink;
                     sum[c][2 * r + 1] *= shrink;
                 }
@@ -314,24 +396,39 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
             if (keep.least != 0) { // `keep`, but for its scale, which the end brings
                 const unsigned first = (place.corner + place.i) * n + j0 + 2 * t + keep.key;
 #pragma unroll
-                for (int m = 0; m < TILE / 8; m++)
+                for (int m = 0; m < TILE / 8; m += 2) {
+                    unsigned votes[8];
 #pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        if (mix(first + e / 2 * 8 * n + 8 * m + e % 2) < keep.least) score[m][e] = 0.f;
+                    for (int e = 0; e < 8; e++) {
+                        const int half = e / 4, at = e % 4;
+                        const bool lost = mix(first + at / 2 * 8 * n + 8 * (m + half) + at % 2) < keep.least;
+                        if (lost) score[m + half][at] = 0.f;
+                        votes[at % 2 * 4 + at / 2 * 2 + half] = vote(lost);
+                    }
+                    if (threadIdx.x % 32 == 0 && j0 + 8 * m < n) {
+                        int4* to = (int4*)(gone + place.piece(place.i / 16, j0 / 16 + m / 2) * 8);
+                        to[0] = make_int4((int)votes[0], (int)votes[1], (int)votes[2], (int)votes[3]);
+                        to[1] = make_int4((int)votes[4], (int)votes[5], (int)votes[6], (int)votes[7]);
+                    }
+                }
             }
 #pragma unroll
             for (int m = 0; m < TILE / 8; m += 2) {
                 unsigned a[4], b[4];
                 turn(a, score[m], score[m + 1]);
 #pragma unroll
-                for (int c = 0; c < WIDE / 8; c += 2) {
-                    fetch_along(b, tiles.rows[stage][p], 8 * m, 8 * c);
-                    multiply_both(sum[c], sum[c + 1], a, b);
+                for (int c = 0; c < ROW_COLUMNS; c += 2) {
+                    fetch_along(b, rows[stage][p], 8 * m, 8 * c);
+                    multiply_some(sum, c, a, b);
                 }
             }
         }
         __syncthreads();
-        if (STAGES == 1 && j0 + TILE < end) fill(tiles, 0, keys, values, place, j0 + TILE);
+        if (STAGES == 1 && j0 + TILE < end) {
+            fill(side[0], keys, place, j0 + TILE);
+            fill(rows[0], values, place, j0 + TILE);
+            seal();
+        }
     }
     if (!place.live) return;
     total[0] = add_up(total[0]);
@@ -344,62 +441,68 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
     }
 }
 
-// The gradients of one side: of queries, or of keys and values. `self` and `own` are this side's numbers, `other` and
-// `theirs` those of the tokens that it meets: `own` and `theirs` are the output's gradients of queries, and the values
-// of keys. `logs` and `deltas` are of the queries met.
-template <bool KEYS>
-__device__ __forceinline__ void
-gradients(Tiles& tiles, float (&logs)[PACKED][ROWS], float (&deltas)[PACKED][ROWS], const Side& self, const Side& other,
-          const Rows& own, const Rows& theirs, const Rows& mixed, const float* spread, const Side& slopes,
-          const Rows& value_slopes, const Place& place, const Drop& keep, int add) {
-    const int n = place.n, t = place.t, p = place.p, end = PACKED > 1 ? TILE : n;
+// The gradients of keys of all DEPTH layers, written to grad0 ..., or added to what is there (`add`), and of the values
+// of the last of them. A warp has 16 keys and meets all queries. The gradients of scores, but for their scale, go to
+// `slopes`: (M, B, heads, n / 16, n / 16) pieces of 16 keys (down) and 16 queries, in the order of the left side of a
+// product, 4 words of each thread together.
+extern "C" __global__ void __launch_bounds__(THREADS, GRAD_BLOCKS)
+attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
+            bf16* grad2, bf16* grad3, const bf16* out, const bf16* grad, const float* spread, const unsigned* gone,
+            int4* slopes, const int* seeds, const int* step, const float* drop, int site, int n, int heads, int add) {
+    __shared__ __align__(16) SideTile side[STAGES];
+    __shared__ __align__(16) RowTile rows[STAGES];
+    __shared__ __align__(16) unsigned lost[STAGES][WARPS][TILE / 16][8];
+    __shared__ __align__(16) float logs[PACKED][ROWS], deltas[PACKED][ROWS];
+    const int d = heads * WIDTH;
+    const Place place(n, heads, blockIdx.x);
+    const Drop keep(seeds, step, drop, site, blockIdx.z);
+    const Side queries{qkv0, qkv1, qkv2, qkv3, d, 0}, keys{qkv0, qkv1, qkv2, qkv3, d, d};
+    const Side key_grads{grad0, grad1, grad2, grad3, d, d};
+    const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, value_grads{key_grads.layer(DEPTH - 1) + 2 * d, 3 * d};
+    const Rows mixed{out, d}, flows{grad, d};
+    const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float root = rsqrtf((float)WIDTH), scale = root * LOG2E;
+    const auto meet = [&](int stage, int j0) {
+        fill(side[stage], queries, place, j0);
+        fill(rows[stage], flows, place, j0);
+        if (keep.least != 0 && place.live && lane < TILE / 8 && j0 + lane / 2 * 16 < n)
+            send(&lost[stage][warp][lane / 2][lane % 2 * 4],
+                 gone + place.piece(j0 / 16 + lane / 2, place.i / 16) * 8 + lane % 2 * 4, true);
+        seal();
+    };
     unsigned mine[ALL / 16][4], beside[WIDE / 16][4];
-    float log[2] = {FAR, FAR}, delta[2] = {0.f, 0.f}; // FAR leaves no weight
-    fill(tiles, 0, other, theirs, place, 0);
-    clear(tiles);
-    read<SUM>(mine, self, place);
-    read<WIDTH>(beside, own, place);
-    if (KEYS) {
-        for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
-            const int i = e % UP(n, TILE), q = e / UP(n, TILE);
-            float dot = 0.f;
-            if (i < n) {
+    meet(0, 0);
+    clear<SUM, ALL + 8>(side[0][0][0], STAGES * PACKED * TILE);
+    clear<WIDTH, WIDE + 8>(rows[0][0][0], STAGES * PACKED * TILE);
+    read<SUM>(mine, keys, place);
+    read<WIDTH>(beside, values, place);
+    for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
+        const int i = e % UP(n, TILE), q = e / UP(n, TILE);
+        float dot = 0.f;
+        if (i < n) {
 #pragma unroll
-                for (int c = 0; c < WIDTH; c += 4) {
-                    const int2 a = *(const int2*)theirs.at(place.row + i, place.head0 + q, c);
-                    const int2 b = *(const int2*)mixed.at(place.row + i, place.head0 + q, c);
-                    dot += lower(a.x) * lower(b.x) + upper(a.x) * upper(b.x);
-                    dot += lower(a.y) * lower(b.y) + upper(a.y) * upper(b.y);
-                }
+            for (int c = 0; c < WIDTH; c += 4) {
+                const int2 a = four<WIDTH>(flows, place.row + i, place.head0 + q, c);
+                const int2 b = four<WIDTH>(mixed, place.row + i, place.head0 + q, c);
+                dot += lower(a.x) * lower(b.x) + upper(a.x) * upper(b.x);
+                dot += lower(a.y) * lower(b.y) + upper(a.y) * upper(b.y);
             }
-            deltas[q][i] = dot;
-            logs[q][i] = i < n ? spread[place.stat + (q - p) * n + i] : FAR;
         }
-    } else {
-        unsigned held[WIDE / 16][4];
-        read<WIDTH>(held, mixed, place);
-#pragma unroll
-        for (int k = 0; k < WIDE / 16; k++)
-#pragma unroll
-            for (int e = 0; e < 4; e++)
-                delta[e % 2] += lower(beside[k][e]) * lower(held[k][e]) + upper(beside[k][e]) * upper(held[k][e]);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            delta[r] = add_up(delta[r]);
-            if (place.i + 8 * r < n) log[r] = spread[place.stat + place.i + 8 * r];
-        }
+        deltas[q][i] = dot;
+        logs[q][i] = i < n ? spread[place.stat + (q - p) * n + i] : FAR; // leaves no weight
     }
+    const int bit = 8 * t + place.g / 2;
 #pragma unroll 1
     for (int part = 0; part < ALL; part += PART) {
-        float slope[PART / 8][4], flow[WIDE / 8][4];
+        float slope[PART_COLUMNS][4], flow[ROW_COLUMNS][4];
         zero(slope);
         zero(flow);
-        if (part > 0) fill(tiles, 0, other, theirs, place, 0);
+        int4* to = slopes + place.piece(place.i / 16, 0) * 32 + lane;
+        if (part > 0) meet(0, 0);
         for (int j0 = 0; j0 < end; j0 += TILE) {
             const int stage = STAGES == 2 ? j0 / TILE % 2 : 0;
             if (STAGES == 2 && j0 + TILE < end) {
-                fill(tiles, 1 - stage, other, theirs, place, j0 + TILE);
+                meet(1 - stage, j0 + TILE);
                 arrive<1>();
             } else
                 arrive<0>();
@@ -407,96 +510,132 @@ gradients(Tiles& tiles, float (&logs)[PACKED][ROWS], float (&deltas)[PACKED][ROW
             const int count = place.live ? min(TILE, n - j0) : 0;
 #pragma unroll 1
             for (int j = 0; j < count; j += 16) {
-                float share[2][4], inflow[2][4];
+                float share[2][4], inflow[2][4], kept[2][4];
                 zero(share);
                 zero(inflow);
                 unsigned a[4], b[4];
 #pragma unroll
                 for (int k = 0; k < ALL / 16; k++) {
-                    fetch_across(b, tiles.side[stage][p], j, 16 * k);
+                    fetch_across(b, side[stage][p], j, 16 * k);
                     multiply_both(share[0], share[1], mine[k], b);
                 }
 #pragma unroll
                 for (int k = 0; k < WIDE / 16; k++) {
-                    fetch_across(b, tiles.rows[stage][p], j, 16 * k);
+                    fetch_across(b, rows[stage][p], j, 16 * k);
                     multiply_both(inflow[0], inflow[1], beside[k], b);
                 }
-                const int at = j0 + j + 2 * t; // the first of the tokens met
+                const int at = j0 + j + 2 * t; // the first of the queries met
 #pragma unroll
-                for (int m = 0; m < 2; m++)
+                for (int m = 0; m < 2; m++) {
+                    const float2 log = *(const float2*)&logs[p][at + 8 * m];
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const int k = at + 8 * m + e % 2;
-                        share[m][e] = power(share[m][e] * scale - (KEYS ? logs[p][k] : log[e / 2]));
-                        if (!KEYS && k >= n) share[m][e] = 0.f;
-                    }
+                    for (int e = 0; e < 4; e++)
+                        kept[m][e] = share[m][e] = power(share[m][e] * scale - (e % 2 == 0 ? log.x : log.y));
+                }
                 if (keep.least != 0) {
-                    const unsigned down = KEYS ? 1 : n, right = KEYS ? n : 1;
-                    const unsigned first = place.corner * n + place.i * down + at * right + keep.key;
+                    // A thread of `attend` had queries g, g + 8 and keys 2t, 2t + 1, 2t + 8, 2t + 9; here it is the
+                    // other way round. The first four words are of even keys; of those, two are of queries below 8.
+                    const int4 words = *(const int4*)&lost[stage][warp][j / 16][place.g % 2 * 4];
+                    const unsigned own[4] = {(unsigned)words.x >> bit, (unsigned)words.y >> bit,
+                                             (unsigned)words.z >> bit, (unsigned)words.w >> bit};
 #pragma unroll
                     for (int m = 0; m < 2; m++)
 #pragma unroll
                         for (int e = 0; e < 4; e++)
-                            if (mix(first + e / 2 * 8 * down + (8 * m + e % 2) * right) < keep.least) {
-                                inflow[m][e] = 0.f;
-                                if (KEYS) share[m][e] = -share[m][e]; // marks it, and takes no register
-                            }
+                            if (own[2 * m + e / 2] & (e % 2 == 0 ? 1u : 16u)) kept[m][e] = inflow[m][e] = 0.f;
                 }
-                if (KEYS) {
-                    float kept[2][4];
+                turn(a, kept[0], kept[1]);
 #pragma unroll
-                    for (int e = 0; e < 8; e++) kept[e / 4][e % 4] = fmaxf(share[e / 4][e % 4], 0.f);
-                    turn(a, kept[0], kept[1]);
-#pragma unroll
-                    for (int k = 0; k < WIDE / 8; k += 2) {
-                        fetch_along(b, tiles.rows[stage][p], j, 8 * k);
-                        multiply_both(flow[k], flow[k + 1], a, b);
-                    }
+                for (int k = 0; k < ROW_COLUMNS; k += 2) {
+                    fetch_along(b, rows[stage][p], j, 8 * k);
+                    multiply_some(flow, k, a, b);
                 }
 #pragma unroll
-                for (int m = 0; m < 2; m++)
+                for (int m = 0; m < 2; m++) {
+                    const float2 less = *(const float2*)&deltas[p][at + 8 * m];
 #pragma unroll
-                    for (int e = 0; e < 4; e++) {
-                        const float less = KEYS ? deltas[p][at + 8 * m + e % 2] : delta[e / 2];
-                        share[m][e] = fabsf(share[m][e]) * (inflow[m][e] * keep.scale - less);
-                    }
+                    for (int e = 0; e < 4; e++)
+                        share[m][e] *= inflow[m][e] * keep.scale - (e % 2 == 0 ? less.x : less.y);
+                }
                 turn(a, share[0], share[1]);
+                if (part == 0) { // zeros for keys that are not there: they may be anything
+                    const bool one = place.i < n, two = place.i + 8 < n;
+                    *to = make_int4(one ? (int)a[0] : 0, two ? (int)a[1] : 0, one ? (int)a[2] : 0, two ? (int)a[3] : 0);
+                    to += 32;
+                }
 #pragma unroll
-                for (int k = 0; k < PART / 8; k += 2) {
-                    fetch_along(b, tiles.side[stage][p], j, part + 8 * k);
-                    multiply_both(slope[k], slope[k + 1], a, b);
+                for (int k = 0; k < PART_COLUMNS; k += 2) {
+                    fetch_along(b, side[stage][p], j, part + 8 * k);
+                    multiply_some(slope, k, a, b);
                 }
             }
             __syncthreads();
-            if (STAGES == 1 && j0 + TILE < end) fill(tiles, 0, other, theirs, place, j0 + TILE);
+            if (STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
         }
         if (place.live) {
-            write<SUM>(slope, slopes, place, part, root, root, add);
-            if (KEYS && part == 0) write<WIDTH>(flow, value_slopes, place, 0, keep.scale, keep.scale, 0);
+            write<SUM>(slope, key_grads, place, part, root, root, add);
+            if (part == 0) write<WIDTH>(flow, value_grads, place, 0, keep.scale, keep.scale, 0);
         }
     }
 }
 
-// The gradients of queries and keys of all DEPTH layers, written to grad0 ..., or added to what is there (`add`), and
-// of the values of the last of them. `spread` is the logarithm (to base 2) of each softmax's denominator. Half of the
-// blocks see their tokens as queries, the others as keys and values.
-extern "C" __global__ void __launch_bounds__(THREADS, GRAD_BLOCKS)
-attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
-            bf16* grad2, bf16* grad3, const bf16* out, const bf16* grad, const float* spread, const int* seeds,
-            const int* step, const float* drop, int site, int n, int heads, int add) {
-    __shared__ __align__(16) Tiles tiles;
-    __shared__ float logs[PACKED][ROWS], deltas[PACKED][ROWS];
+// The gradients of queries of all DEPTH layers, from what `attend_grad` left in `slopes`. A warp has 16 queries.
+extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
+attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
+                    bf16* grad2, bf16* grad3, const int4* slopes, int n, int heads, int add) {
+    __shared__ __align__(16) SideTile side[SIDE_STAGES];
     const int d = heads * WIDTH;
-    const Place place(n, heads, blockIdx.x / 2);
-    const Drop keep(seeds, step, drop, site, blockIdx.z);
-    const Side queries{qkv0, qkv1, qkv2, qkv3, d, 0}, keys{qkv0, qkv1, qkv2, qkv3, d, d};
-    const Side query_grads{grad0, grad1, grad2, grad3, d, 0}, key_grads{grad0, grad1, grad2, grad3, d, d};
-    const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, value_grads{key_grads.layer(DEPTH - 1) + 2 * d, 3 * d};
-    const Rows mixed{out, d}, flows{grad, d};
-    if (blockIdx.x % 2 == 0)
-        gradients<false>(tiles, logs, deltas, queries, keys, flows, values, mixed, spread, query_grads, value_grads,
-                         place, keep, add);
-    else
-        gradients<true>(tiles, logs, deltas, keys, queries, values, flows, mixed, spread, key_grads, value_grads, place,
-                        keep, add);
+    const Place place(n, heads, blockIdx.x);
+    const Side keys{qkv0, qkv1, qkv2, qkv3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
+    const int p = place.p, end = PACKED > 1 ? TILE : n;
+    const float root = rsqrtf((float)WIDTH);
+    const int4* from = slopes + place.piece(0, place.i / 16) * 32 + threadIdx.x % 32;
+    const long long stride = (n + 15) / 16 * 32; // to the next 16 keys
+    int4 ahead[TILE / 16];
+    const auto load = [&](int j0) { // the pieces of a tile, on their way into registers
+#pragma unroll
+        for (int m = 0; m < TILE / 16; m++) {
+            ahead[m] = make_int4(0, 0, 0, 0);
+            if (place.live && j0 + 16 * m < n) ahead[m] = __ldcg(from + (j0 / 16 + m) * stride);
+        }
+    };
+    float slope[COLUMNS][4];
+    load(0);
+    fill(side[0], keys, place, 0);
+    seal();
+    clear<SUM, ALL + 8>(side[0][0][0], SIDE_STAGES * PACKED * TILE);
+    zero(slope);
+    for (int j0 = 0; j0 < end; j0 += TILE) {
+        const int stage = SIDE_STAGES == 2 ? j0 / TILE % 2 : 0;
+        if (SIDE_STAGES == 2 && j0 + TILE < end) {
+            fill(side[1 - stage], keys, place, j0 + TILE);
+            seal();
+            arrive<1>();
+        } else
+            arrive<0>();
+        __syncthreads();
+        if (place.live) {
+            int4 piece[TILE / 16];
+#pragma unroll
+            for (int m = 0; m < TILE / 16; m++) piece[m] = ahead[m];
+            if (j0 + TILE < end) load(j0 + TILE);
+#pragma unroll
+            for (int m = 0; m < TILE / 16; m++) {
+                const unsigned a[4] = {flip((unsigned)piece[m].x), flip((unsigned)piece[m].z),
+                                       flip((unsigned)piece[m].y), flip((unsigned)piece[m].w)};
+#pragma unroll
+                for (int k = 0; k < COLUMNS; k += 2) {
+                    unsigned b[4];
+                    fetch_along(b, side[stage][p], 16 * m, 8 * k);
+                    multiply_some(slope, k, a, b);
+                }
+            }
+        }
+        __syncthreads();
+        if (SIDE_STAGES == 1 && j0 + TILE < end) {
+            fill(side[0], keys, place, j0 + TILE);
+            seal();
+        }
+    }
+    if (place.live) write<SUM>(slope, query_grads, place, 0, root, root, add);
 }

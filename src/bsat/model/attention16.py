@@ -17,7 +17,7 @@ TILE, MOST_WARPS, MOST_TOKENS = 48, 6, 512
 
 
 class Attention16:
-    """The two kernels of `attention16.cu`.
+    """The kernels of `attention16.cu`.
 
     All tensors are bfloat16 and contiguous, and begin where 16 bytes can be read at once.
 
@@ -30,7 +30,8 @@ class Attention16:
     def takes(shape: Shape) -> bool:
         """Whether the kernels can take networks of this shape."""
         width = shape.head_width
-        even = width % 8 == 0 and 0 < width <= 64 and shape.width == width * shape.heads
+        even = width in (2, 4, 6) or (width % 8 == 0 and 0 < width <= 64)
+        even = even and shape.width == width * shape.heads
         return even and shape.layers <= 4 and shape.layers * width <= 256 and shape.tokens <= MOST_TOKENS
 
     @staticmethod
@@ -45,9 +46,11 @@ class Attention16:
     def __init__(self, shape: Shape, noise: Noise) -> None:
         self.shape, self.noise = shape, noise
         self.programs = [nvrtc.program(path, **sizes) for path, sizes in self.variants(shape)]
-        pieces, packed = -(-shape.tokens // 16), _packed(shape)
-        blocks = -(-pieces // MOST_WARPS)
-        self.threads = -(-pieces // blocks) * packed * 32
+        packed = _packed(shape)
+        self.pieces = -(-shape.tokens // 16)
+        """Of 16 tokens each."""
+        blocks = -(-self.pieces // MOST_WARPS)
+        self.threads = -(-self.pieces // blocks) * packed * 32
         self.blocks = blocks * shape.heads // packed
         """For a window."""
 
@@ -63,10 +66,12 @@ class Attention16:
         M, rows, _ = qkvs[0].shape
         n = shape.tokens
         mixed = qkvs[0].new_empty(M, rows, shape.width)
-        spread = mixed.new_empty(M, rows // n, shape.heads, n, dtype=torch.float32) if training else None
+        logs = self._logs(M, rows)
+        spread = mixed.new_empty(logs + logs // n * self.pieces**2 * 8, dtype=torch.float32) if training else None
         self.programs[len(qkvs) - 1].launch(
             "attend", (self.blocks, rows // n, M), self.threads,
-            *_four(qkvs), mixed, spread, *self._dropping(training), site, n, shape.heads,
+            *_four(qkvs), mixed, spread, None if spread is None else spread[logs:],
+            *self._dropping(training), site, n, shape.heads,
         )  # fmt: skip
         return mixed, spread
 
@@ -87,10 +92,20 @@ class Attention16:
         """
         shape = self.shape
         M, rows, _ = qkvs[0].shape
-        self.programs[len(qkvs) - 1].launch(
-            "attend_grad", (2 * self.blocks, rows // shape.tokens, M), self.threads, *_four(qkvs), *_four(turned),
-            mixed, grad, spread, *self._dropping(True), site, shape.tokens, shape.heads, int(add),
+        n, program = shape.tokens, self.programs[len(qkvs) - 1]
+        slopes = mixed.new_empty(M, rows // n, shape.heads, self.pieces, self.pieces, 256)
+        grid = self.blocks, rows // n, M
+        program.launch(
+            "attend_grad", grid, self.threads, *_four(qkvs), *_four(turned), mixed, grad,
+            spread, spread[self._logs(M, rows) :], slopes, *self._dropping(True), site, n, shape.heads, int(add),
         )  # fmt: skip
+        program.launch(
+            "attend_grad_queries", grid, self.threads, *_four(qkvs), *_four(turned), slopes, n, shape.heads, int(add)
+        )
+
+    def _logs(self, M: int, rows: int) -> int:
+        """Logarithms of denominators, with room up to the next 16 bytes; then come the bits of what was dropped."""
+        return -(-M * rows * self.shape.heads // 4) * 4
 
     def _dropping(self, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.noise.seeds, self.noise.step, self.noise.shares[2] if training else None

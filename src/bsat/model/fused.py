@@ -20,7 +20,7 @@ from .. import nvrtc
 from .attention16 import Attention16
 from .attention32 import Attention32
 from .positions import BASE
-from .products import Products, Products16
+from .products import Products16, Products32
 from .stacked import Batch, Noise, Shape, Stack, sites
 
 LAYERS = Path(__file__).with_name("layers.cu")
@@ -28,7 +28,7 @@ PRECISIONS = ("float32", "bfloat16")
 MOST_WINDOWS = 65_535
 """In a batch: a grid has no more blocks along its second axis."""
 
-MEANWHILE = 2**22
+MEANWHILE, BRIEF_MEANWHILE = 2**22, 2**22
 """Up to so many numbers in a feed-forward part, the gradients of weights are computed beside the rest."""
 
 CHUNKS = 192
@@ -57,6 +57,8 @@ class Saved:
     stats1: Tensor
     x1: Tensor
     u: Tensor
+    fed: Tensor | None
+    """made again if it is not kept"""
     z2: Tensor
     stats2: Tensor
 
@@ -83,15 +85,15 @@ class Fused:
         self.grad = torch.zeros_like(stack.theta)
         self.g = stack.views(self.grad)
         self.size = stack.theta.shape[1]
-        attention = Attention16 if self.brief else Attention32
+        attention: type[Attention16 | Attention32] = Attention16 if self.brief else Attention32
         products = Products16.variants(device) if self.brief else []
         nvrtc.compile_ahead(
-            (LAYERS, {"BRIEF": int(self.brief)}), *attention.variants(shape), *products, *Products.variants(device)
+            (LAYERS, {"BRIEF": int(self.brief)}), *attention.variants(shape), *products, *Products32.variants(device)
         )
         self.kernels = nvrtc.program(LAYERS, BRIEF=int(self.brief))
         self.attention = attention(shape, noise)
-        self.embedding_product = Products(M, device)
-        kind = Products16 if self.brief else Products
+        self.embedding_product = Products32(M, device)
+        kind: type[Products16 | Products32] = Products16 if self.brief else Products32
         self.product = self.weight_product = kind(M, device)
         # The gradients of weights are nobody's input: what few small models leave idle can compute them meanwhile.
         self.aside = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -146,16 +148,13 @@ class Fused:
     def _product(self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False, own: int = 0) -> Tensor:
         """(M, r, c) @ (M, c, s), written or added to `out`; of the first (1), second (2) or inner (3) axis, only what
         is within each model's own feed-forward width matters."""
-        if self.brief:
-            return self.product(a, b, out, add=add, limits=self.feeds if own else None, along=own)
-        return self.product(a, b, out, add=add)
+        return self.product(a, b, out, add=add, limits=self.feeds if own else None, along=own)
 
     def _weight_grad(self, a: Tensor, b: Tensor, name: str, *, own: int = 0) -> None:
         """(M, o, r) @ (M, r, i) into the gradient of a weight."""
         product = self.weight_product if self._meanwhile else self.product
-        choices = {"limits": self.feeds, "along": own} if self.brief and own else {}
         with self._beside(a, b):
-            product(a, b, self.g[name], **choices)
+            product(a, b, self.g[name], limits=self.feeds if own else None, along=own)
 
     def _left(self, rows: int, columns: int) -> Tensor:
         """Room for two sums of each part and column."""
@@ -214,16 +213,18 @@ class Fused:
         z2 = self._product(fed, w[f"{name}.feed_forward.3.weight"].mT, own=3)
         x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
         if not training:  # later layers still want the queries and keys; nobody wants the rest
-            x = mixed = z1 = x1 = u = z2 = x.new_empty(0)
-        return x2, Saved(x, qkv, mixed, spread, z1, stats1, x1, u, z2, stats2)  # type: ignore[arg-type]
+            x = mixed = z1 = x1 = u = fed = z2 = x.new_empty(0)
+        kept = fed if self.brief else None
+        return x2, Saved(x, qkv, mixed, spread, z1, stats1, x1, u, kept, z2, stats2)  # type: ignore[arg-type]
 
     def _turned(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
         """Queries and keys turned by the positions, and values."""
         _, rows, d = x.shape
         name = f"encoder.layers.{i}.attention.to_qkv"
-        weight, bias = self.w[f"{name}.weight"].mT, self.v[f"{name}.bias"]
+        weight = self.w[f"{name}.weight"].mT
+        bias: Tensor | None = self.v[f"{name}.bias"]
         base, base_stride = self._log_base(i)
-        if self.brief:  # which adds the bias itself
+        if isinstance(self.product, Products16):  # which adds the bias itself
             qkv, bias = self.product(x, weight, bias=bias), None
             if base is None:
                 return qkv
@@ -265,7 +266,7 @@ class Fused:
         shape = self.shape
         M, B, n = batch.positions.shape
         d = shape.width
-        self._meanwhile = M * B * n * shape.feed <= MEANWHILE
+        self._meanwhile = M * B * n * shape.feed <= (BRIEF_MEANWHILE if self.brief else MEANWHILE)
         self._weight_grad(grad.mT, last, "head.project.weight")
         self._add_rows(grad, "head.project.bias")
         flow = self._product(grad, self.w["head.project.weight"])
@@ -294,10 +295,11 @@ class Fused:
         rows, d, s = B * n, shape.width, saved[i]
         side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
         inner = self._product(side, w[f"{name}.feed_forward.3.weight"], own=2)
-        fed = torch.empty_like(inner)
+        fed = torch.empty_like(inner) if s.fed is None else s.fed
         left = self._left(rows, shape.feed)
         self._columns(
-            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"], fed, left,
+            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"],
+            fed if s.fed is None else None, left,
             self.feeds, *self._dropping(1, True), at[2], rows, shape.feed, size,
         )  # fmt: skip
         self._add_left(left, rows, shape.feed, f"{name}.feed_forward.0.bias")

@@ -621,7 +621,7 @@ extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const
     }
 }
 
-// grad becomes that of u; out is made once more; sums for that of the bias go to `left`.
+// grad becomes that of u; out, if it is not null, is made once more; sums for that of the bias go to `left`.
 extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restrict__ u, const float* bias,
                                      act* __restrict__ out, double* left, const int* feeds, const int* seeds,
                                      const int* step, const float* drop, int site, int rows, int width, int stride) {
@@ -640,7 +640,7 @@ extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restri
             const Normal of_a(a), of_b(b);
             const float change_a = flow.a * kept_a * (of_a.share + a * of_a.density);
             const float change_b = flow.b * kept_b * (of_b.share + b * of_b.density);
-            put(out + i, a * of_a.share * kept_a, b * of_b.share * kept_b);
+            if (out != nullptr) put(out + i, a * of_a.share * kept_a, b * of_b.share * kept_b);
             put(grad + i, change_a, change_b);
             sum_a += change_a;
             sum_b += change_b;

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from .. import nvrtc
 
-PRODUCT = Path(__file__).with_name("product.cu")
+PRODUCT32 = Path(__file__).with_name("product32.cu")
 PRODUCT16 = Path(__file__).with_name("product16.cu")
 
 
-class Products:
+class Products32:
     """Matrix products of M models, (M, r, c) @ (M, c, s).
 
-    On tensor cores they are ours (`product.cu`), because torch's float32 products do not use them, and because they are
+    On tensor cores they are ours (`product32.cu`), because torch's float32 products do not use them, and because they are
     cut by the shapes of one model: what a model gets does not depend on how many there are. Elsewhere they are torch's.
     """
 
@@ -27,7 +27,7 @@ class Products:
     @staticmethod
     def variants(device: torch.device) -> list[tuple[Path, dict[str, int]]]:
         """The programs, by how many columns a block takes."""
-        return [(PRODUCT, {"WIDE": wide}) for wide in (16, 32, 64)] if nvrtc.tensor_cores(device) else []
+        return [(PRODUCT32, {"WIDE": wide}) for wide in (16, 32, 64)] if nvrtc.tensor_cores(device) else []
 
     def __init__(self, models: int, device: torch.device) -> None:
         variants = self.variants(device)
@@ -36,8 +36,12 @@ class Products:
             self.programs = {sizes["WIDE"]: nvrtc.program(path, **sizes) for path, sizes in variants}
             self.partial = torch.empty(models * self.BLOCKS * self.TALL * 64, device=device)
 
-    def __call__(self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False) -> Tensor:
-        """The product, written or added to `out` if it is given."""
+    def __call__(
+        self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False, limits: Tensor | None = None,
+        along: int = 0,
+    ) -> Tensor:  # fmt: skip
+        """The product, written or added to `out` if it is given. What lies beyond the `limits` of `Products16` must be
+        zero here, and is multiplied like the rest."""
         if not self.ours:
             if add and out is not None:
                 return out.baddbmm_(a, b)

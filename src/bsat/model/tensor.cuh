@@ -97,6 +97,40 @@ template <bool TURN> __device__ __forceinline__ void fetch(unsigned (&out)[4], c
 #endif
 }
 
+// A matrix (8, 8) of which a thread holds the pair (g, 2t), (g, 2t + 1), with rows and columns exchanged.
+__device__ __forceinline__ unsigned flip(unsigned both) {
+#ifdef __CUDA_ARCH__
+    unsigned out;
+    asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(out) : "r"(both));
+    return out;
+#else
+    __shared__ unsigned short all[32][8][8];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, g = lane / 4, t = lane % 4;
+    all[warp][g][2 * t] = (unsigned short)both;
+    all[warp][g][2 * t + 1] = (unsigned short)(both >> 16);
+    __syncwarp();
+    const unsigned out = all[warp][2 * t][g] | (unsigned)all[warp][2 * t + 1][g] << 16;
+    __syncwarp();
+    return out;
+#endif
+}
+
+// A bit of each thread of a warp.
+__device__ __forceinline__ unsigned vote(bool yes) {
+#ifdef __CUDA_ARCH__
+    return __ballot_sync(0xffffffffu, yes);
+#else
+    __shared__ bool all[32][32];
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    all[warp][lane] = yes;
+    __syncwarp();
+    unsigned votes = 0;
+    for (int i = 0; i < 32; i++) votes |= (unsigned)all[warp][i] << i;
+    __syncwarp();
+    return votes;
+#endif
+}
+
 // 16 bytes from global to shared memory, or zeros; under way until `arrive`. Both addresses are aligned to 16 bytes.
 __device__ __forceinline__ void send(void* to, const void* from, bool there) {
 #ifdef __CUDA_ARCH__
