@@ -81,6 +81,8 @@ def test_json(bsat):
         ("lab run solar --engine slurm", "--engine must be one of"),
         ("lab run solar --device tpu", "--device must be"),
         ("lab run solar --engine population --at-once 3", "--at-once must be left out"),
+        ("lab run solar --precision bfloat16", "--precision must be 'float32' with engine 'optuna'"),
+        ("lab run solar --engine population --precision half", "--precision must be one of"),
         ("lab run solar --address 10.0.0.1:6379", "Use engine 'ray'"),
         ("lab tables nowhere", "nowhere"),
         ("lab figures nowhere", "nowhere"),

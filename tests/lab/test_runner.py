@@ -211,6 +211,9 @@ def test_engines_by_name():
     assert make_engine("population", protocol) == Population()
     assert make_engine("ray", protocol, address="auto") == Ray("auto", 5)
     assert make_engine("optuna", replace(protocol, grace=None), at_once=3) == Local(3, None)
+    assert make_engine("population", protocol, precision="bfloat16").name == "population, bfloat16"
+    with pytest.raises(ValueError, match="`precision` must be 'float32' with engine 'optuna'; got 'bfloat16'"):
+        make_engine("optuna", protocol, precision="bfloat16")
     with pytest.raises(ValueError, match="`engine` must be one of optuna, population, ray; got 'slurm'"):
         make_engine("slurm", protocol)
 

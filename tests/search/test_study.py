@@ -410,6 +410,8 @@ def test_batches():
         Local(at_once=0)
     with pytest.raises(ValueError, match="generation"):
         Population(generation=0)
+    with pytest.raises(ValueError, match="`precision` must be one of"):
+        Population(precision="float16")
 
 
 def test_the_sampler_is_the_papers():

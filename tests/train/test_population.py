@@ -11,6 +11,7 @@ from torch import nn
 
 import bsat
 import cuda_on_cpu
+from bsat import nvrtc
 from bsat.data.windows import Windows
 from bsat.model import NetworkConfig, build_network
 from bsat.model.stacked import describe
@@ -854,3 +855,49 @@ def test_memory_of_shapes_that_the_kernels_do_not_take():
     large = replace(shape, tokens=180, layers=5, width=64, heads=4, feed=256)
     assert training_bytes(large, 128) > 1.9e9
     assert training_bytes(replace(large, layers=4), 128) < 0.6e9
+
+
+# ---- activations of 16 bits ------------------------------------------------------------------------------------------
+
+WIDE = {"d_model": 16, "n_heads": 2, "n_layers": 1, **NO_DROPOUT}
+
+
+@pytest.mark.parametrize("network", [{}, {"head": "spline"}], ids=["flatten", "spline"])
+def test_with_16_bits_curves_are_nearly_those_of_32(network, short, monkeypatch):
+    """Also where targets are missing; and the best weights, in float32, score what was said of them."""
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(nvrtc, "tensor_cores", lambda device: True)
+    trials = [
+        trial(seed=3, network={**WIDE, **network}),
+        trial(seed=4, network={**WIDE, **network, "ff_factor": 1}),
+    ]
+    exact, brief = (populate(trials, short, precision=precision) for precision in ("float32", "bfloat16"))
+    for one, other in zip(exact, brief, strict=True):
+        assert curves(one.history) != curves(other.history)
+        assert curves(other.history) == pytest.approx(curves(one.history), rel=0.02)
+        network = restored(other)
+        scores = evaluate(network, batches(other.trial, network, short.windows[1]), short.mean, short.deviation)
+        assert scores.rmse == pytest.approx(other.rmse, rel=0.01)
+        assert all(a.dtype == torch.float32 for a in other.state.values())
+
+
+def test_with_16_bits_dropping_others_changes_nothing(shorter, monkeypatch):
+    cuda_on_cpu.install(monkeypatch)
+    monkeypatch.setattr(nvrtc, "tensor_cores", lambda device: True)
+    trials = [trial(seed=seed, network={**WIDE, **DROPOUT}, max_epochs=3) for seed in (3, 4)]
+    whole = populate(trials, shorter, precision="bfloat16")
+    halved = populate(trials, shorter, precision="bfloat16", halving=Halving(1, 2))
+    best = min(range(2), key=lambda i: whole[i].history.epochs[0].val_scaled_rmse)
+    assert curves(halved[best].history) == curves(whole[best].history)
+    assert halved[1 - best].history.stopped == "halved"
+
+
+def test_without_tensor_cores_16_bits_are_32(shorter):
+    trials = [trial(seed=3, network=WIDE)]
+    (exact,), (brief,) = (populate(trials, shorter, precision=p) for p in ("float32", "bfloat16"))
+    assert curves(exact.history) == curves(brief.history)
+
+
+def test_an_unknown_precision(shorter):
+    with pytest.raises(ValueError, match=r"`precision` must be one of .*float32.*bfloat16.*; got 'float16'"):
+        populate([trial()], shorter, precision="float16")

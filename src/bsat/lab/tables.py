@@ -543,9 +543,11 @@ def effort_table(runs: pd.DataFrame, protocol: Protocol) -> Table:
     ]
     failed = runs[runs["status"] == "failed"]
     reasons = [f"{reason} ({count})" for reason, count in sorted(failed["reason"].value_counts().items())]
+    engines = runs["engine"][runs["engine"] != ""].value_counts().sort_index()
     notes = [
         f"Protocol `{protocol.short}`. Minutes are those of training alone; a trial that trained in a pack counts its "
-        "share.",
+        "share, and processes that shared a device count what they waited for each other.",
+        f"Engines: {'; '.join(f'{name} ({count:,} trials)' for name, count in engines.items()) or 'not known'}.",
         f"Failed: {'; '.join(reasons) or 'none'}.",
     ]
     frame = _frame(records, protocol).astype({"tokens": "Int64"})

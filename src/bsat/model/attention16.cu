@@ -28,15 +28,16 @@
 #define ROWS (PACKED > 1 ? TILE : UP(MOST, TILE)) // several heads are packed only if a tile holds all tokens
 #define THREADS 192
 #define WARPS (THREADS / 32)
-#define SIDE_BYTES (TILE * (ALL + 8) * 2 * PACKED) // of a tile
-#define BYTES (SIDE_BYTES + TILE * (WIDE + 8) * 2 * PACKED + WARPS * TILE * 2)
-#define STAGES (PACKED == 1 && 2 * BYTES + 8 * ROWS <= 49000 ? 2 : 1) // tiles held at once, one of them under way
-#define SIDE_STAGES (PACKED == 1 && 2 * SIDE_BYTES <= 49000 ? 2 : 1)
+#define LONG (ALL + WIDE + 8) // of a row in shared memory, 8 more than it needs: `fetch` then meets every bank once
+#define SHORT (ALL + 8)       // without values
+#define BYTES(row) (TILE * (row) * 2 * PACKED)
+#define STAGES (PACKED == 1 && 2 * (BYTES(LONG) + WARPS * TILE * 2) + 8 * ROWS <= 49000 ? 2 : 1) // tiles held at once,
+#define SHORT_STAGES (PACKED == 1 && 2 * BYTES(SHORT) <= 49000 ? 2 : 1)                          // one under way
 #define LOG2E 1.4426950408889634f
 #define FAR 1e30f
 
 // Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold: they take 64 registers of a thread
-// if there are five of them, 80 if four, 112 if three, 168 if two.
+// if there are five of them, 80 if four, 96 if three, 168 if two.
 #if ALL + WIDE <= 48
 #define BLOCKS 4
 #define GRAD_BLOCKS 4
@@ -56,9 +57,10 @@
 #endif
 #define EVERYONE 0xffffffffu
 
-// Rows 8 numbers longer than they need to be: `fetch` then meets every bank of the shared memory once.
-typedef bf16 SideTile[PACKED][TILE][ALL + 8];
-typedef bf16 RowTile[PACKED][TILE][WIDE + 8];
+// Some tokens in shared memory: ALL numbers of queries or keys, and maybe WIDE of something else.
+template <int ROW> struct Tile {
+    bf16 at[PACKED][TILE][ROW];
+};
 
 // 2 to the power of x.
 __device__ __forceinline__ float power(float x) {
@@ -147,37 +149,78 @@ struct Place {
     }
 };
 
-// Zeros for the numbers of rows that no fill ever touches: those behind the first COUNT.
-template <int COUNT, int LONG> __device__ __forceinline__ void clear(bf16* tile, int rows) {
-    for (int e = threadIdx.x; e < rows; e += blockDim.x) {
+// Zeros for what no copy ever touches: numbers `first` ... up to the next multiple of 16.
+template <int ROW> __device__ __forceinline__ void clear(Tile<ROW>* tiles, int count, int first) {
+    for (int e = threadIdx.x; e < count * PACKED * TILE; e += blockDim.x)
 #pragma unroll
-        for (int c = COUNT; c < UP(COUNT, 8); c += 2) *(unsigned*)(tile + e * LONG + c) = 0;
-#pragma unroll
-        for (int c = UP(COUNT, 8); c < LONG - 8; c += 8) *(int4*)(tile + e * LONG + c) = make_int4(0, 0, 0, 0);
-    }
+        for (int c = first; c < UP(first, 16); c += 2) *(unsigned*)(tiles[0].at[0][0] + e * ROW + c) = 0;
 }
 
-// Tokens j0 ... on their way to shared memory; zeros for those that are not there. Heads are side by side in memory,
-// so those of a block are copied together.
-__device__ __forceinline__ void fill(SideTile& tile, const Side& side, const Place& place, int j0) {
-    const int run = PACKED * HALF / RUN, all = run * 2 * DEPTH;
-    for (int e = threadIdx.x; e < TILE * all; e += blockDim.x) {
-        const int p = e % run / (HALF / RUN), c = e % (HALF / RUN) * RUN + e / run % (2 * DEPTH) * HALF, j = e / all;
-        const bool there = j0 + j < place.n;
-        const bf16* from = side.at(place.row + (there ? j0 + j : 0), place.head0 + p, c);
-        send_some<RUN>(&tile[p][j][c], from, there);
-    }
-}
+// What a thread copies of a tile: COUNT numbers of some tokens, always the same ones where that can be. Heads are side
+// by side in memory, so those of a block are copied together: RUNS of a token.
+template <int ROW, int COUNT, int RUNS> struct Copy {
+    static constexpr bool same = RUNS <= 32; // a block may have no more threads than that
+    const bf16* from;                        // of the window's first token
+    int to, j, step, stride;
 
-__device__ __forceinline__ void fill(RowTile& tile, const Rows& rows, const Place& place, int j0) {
-    const int run = WIDTH / ROW_RUN, all = PACKED * run;
-    for (int e = threadIdx.x; e < TILE * all; e += blockDim.x) {
-        const int p = e % all / run, c = e % run * ROW_RUN, j = e / all;
-        const bool there = j0 + j < place.n;
-        const bf16* from = rows.at(place.row + (there ? j0 + j : 0), place.head0 + p, c);
-        send_some<ROW_RUN>(&tile[p][j][c], from, there);
+    // Tokens j0 ... are on their way from here on; zeros for those that are not there. `find` says where the
+    // e-th copy of a token goes, and where it comes from.
+    template <class Find> __device__ __forceinline__ void go(Tile<ROW>& tile, int n, int j0, const Find& find) const {
+        bf16* room = tile.at[0][0];
+        if (same) {
+            for (int k = j; k < TILE; k += step)
+                send_some<COUNT>(room + to + k * ROW, from + (j0 + k) * stride, j0 + k < n);
+        } else {
+            for (int e = threadIdx.x; e < TILE * RUNS; e += blockDim.x) {
+                const int k = e / RUNS;
+                int where;
+                const bf16* start = find(e % RUNS, where);
+                send_some<COUNT>(room + where + k * ROW, start + (j0 + k) * stride, j0 + k < n);
+            }
+        }
     }
-}
+    template <class Find> __device__ __forceinline__ Copy(int stride, const Find& find) : stride(stride) {
+        step = blockDim.x / RUNS;
+        j = same && threadIdx.x < step * RUNS ? threadIdx.x / RUNS : TILE;
+        from = find(threadIdx.x % RUNS, to);
+    }
+};
+
+// Of queries or keys,
+template <int ROW> struct SideCopy {
+    static constexpr int run = PACKED * HALF / RUN;
+    struct Find {
+        const Side& side;
+        const Place& place;
+        __device__ const bf16* operator()(int e, int& to) const {
+            const int p = e % run / (HALF / RUN), c = e % (HALF / RUN) * RUN + e / run * HALF;
+            to = p * TILE * ROW + c;
+            return side.at(place.row, place.head0 + p, c);
+        }
+    } find;
+    Copy<ROW, RUN, run * 2 * DEPTH> copy;
+    __device__ __forceinline__ SideCopy(const Side& side, const Place& place)
+        : find{side, place}, copy(3 * side.d, find) {}
+    __device__ __forceinline__ void operator()(Tile<ROW>& tile, int j0) const { copy.go(tile, find.place.n, j0, find); }
+};
+
+// and of what is beside them.
+struct RowCopy {
+    static constexpr int run = WIDTH / ROW_RUN;
+    struct Find {
+        const Rows& rows;
+        const Place& place;
+        __device__ const bf16* operator()(int e, int& to) const {
+            const int p = e / run, c = e % run * ROW_RUN;
+            to = p * TILE * LONG + ALL + c;
+            return rows.at(place.row, place.head0 + p, c);
+        }
+    } find;
+    Copy<LONG, ROW_RUN, PACKED * run> copy;
+    __device__ __forceinline__ RowCopy(const Rows& rows, const Place& place)
+        : find{rows, place}, copy(rows.stride, find) {}
+    __device__ __forceinline__ void operator()(Tile<LONG>& tile, int j0) const { copy.go(tile, find.place.n, j0, find); }
+};
 
 // Four numbers in a row, as far as there are COUNT: zeros behind.
 template <int COUNT, class From>
@@ -213,24 +256,36 @@ __device__ __forceinline__ void set_four(const To& to, long long row, int head, 
     }
 }
 
-// The first COUNT numbers of rows i and i + 8, as the left side of products. A thread reads four in a row of one half
-// of 16, and its neighbour of the other; then they trade.
+// Four of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, of every 16: a thread has those of one
+// half of them, and its neighbour of the other. No branch: all are on their way at once.
 template <int COUNT, int PIECES, class From>
-__device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from, const Place& place) {
-    const int t = place.t;
-    const bool even = t % 2 == 0;
+__device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From& from, const Place& place, int first) {
 #pragma unroll
-    for (int k = 0; k < PIECES; k++) {
-        const int c = 16 * k + t % 2 * 8 + t / 2 * 4;
+    for (int k = 0; k < PIECES; k++)
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            int2 both = make_int2(0, 0);
-            if (place.i + 8 * r < place.n) both = four<COUNT>(from, place.row + place.i + 8 * r, place.head, c);
+            const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4, i = place.i + 8 * r;
+            const bool there = i < place.n && c < COUNT;
+            found[k][r] = four<COUNT>(from, place.row + (there ? i : 0), place.head, there ? c : 0);
+            if (!there) found[k][r] = make_int2(0, 0);
+        }
+}
+
+// The first COUNT numbers of rows i and i + 8, as the left side of products: neighbours trade what they read.
+template <int COUNT, int PIECES, class From>
+__device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from, const Place& place) {
+    const bool even = place.t % 2 == 0;
+    int2 found[PIECES][2];
+    read_fours<COUNT>(found, from, place, 0);
+#pragma unroll
+    for (int k = 0; k < PIECES; k++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int2 both = found[k][r];
             const int got = __shfl_xor_sync(EVERYONE, even ? both.y : both.x, 1);
             a[k][r] = (unsigned)(even ? both.x : got);
             a[k][2 + r] = (unsigned)(even ? got : both.y);
         }
-    }
 }
 
 // The way back, for what products leave: numbers `first` ... of rows i and i + 8, as far as there are COUNT, times
@@ -238,28 +293,32 @@ __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from,
 template <int COUNT, int PIECES, class To>
 __device__ __forceinline__ void write(const float (&d)[PIECES][4], const To& to, const Place& place, int first,
                                       float scale0, float scale1, int add) {
-    const int t = place.t;
-    const bool even = t % 2 == 0;
+    const bool even = place.t % 2 == 0;
+    int2 before[(PIECES + 1) / 2][2];
+    if (add)
+        read_fours<COUNT>(before, to, place, first);
+    else {
+#pragma unroll
+        for (int k = 0; k < PIECES; k += 2) before[k / 2][0] = before[k / 2][1] = make_int2(0, 0);
+    }
 #pragma unroll
     for (int k = 0; k < PIECES; k += 2) {
-        const int c = first + 8 * k + t % 2 * 8 + t / 2 * 4;
+        const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float scale = r == 0 ? scale0 : scale1;
-            const bool two = k + 1 < PIECES;
             const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
-            const float right0 = two ? d[two ? k + 1 : 0][2 * r] : 0.f, right1 = two ? d[two ? k + 1 : 0][2 * r + 1] : 0.f;
+            const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
             const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
             const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
-            float x0 = (even ? left0 : got0) * scale, x1 = (even ? left1 : got1) * scale;
-            float x2 = (even ? got0 : right0) * scale, x3 = (even ? got1 : right1) * scale;
-            if (place.i + 8 * r >= place.n || c >= COUNT) continue;
-            const long long row = place.row + place.i + 8 * r;
-            if (add) {
-                const int2 old = four<COUNT>(to, row, place.head, c);
-                x0 += lower(old.x), x1 += upper(old.x), x2 += lower(old.y), x3 += upper(old.y);
-            }
-            set_four<COUNT>(to, row, place.head, c, make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
+            const int2 old = before[k / 2][r];
+            const float x0 = (even ? left0 : got0) * scale + lower(old.x);
+            const float x1 = (even ? left1 : got1) * scale + upper(old.x);
+            const float x2 = (even ? got0 : right0) * scale + lower(old.y);
+            const float x3 = (even ? got1 : right1) * scale + upper(old.y);
+            if (place.i + 8 * r < place.n && c < COUNT)
+                set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
+                                make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
         }
     }
 }
@@ -281,18 +340,17 @@ __device__ __forceinline__ void multiply_some(float (&d)[PIECES][4], int k, cons
     if (k + 1 < PIECES) multiply(d[k + 1], a, right);
 }
 
-// The right side for them: numbers c ... c + 15 of rows j ... j + 15, the rows along the columns of the product,
-template <int LONG>
-__device__ __forceinline__ void fetch_across(unsigned (&b)[4], const bf16 (&from)[TILE][LONG], int j, int c) {
+// Where a thread points for `fetch`, to get the right side for them, numbers of 16 tokens: with the tokens along the
+// columns of the product (and `fetch<false>`),
+template <int ROW> __device__ __forceinline__ const bf16* across(const bf16 (&from)[TILE][ROW]) {
     const int lane = threadIdx.x % 32;
-    fetch<false>(b, &from[j + lane / 16 * 8 + lane % 8][c + lane / 8 % 2 * 8]);
+    return &from[lane / 16 * 8 + lane % 8][lane / 8 % 2 * 8];
 }
 
-// or summed over.
-template <int LONG>
-__device__ __forceinline__ void fetch_along(unsigned (&b)[4], const bf16 (&from)[TILE][LONG], int j, int c) {
+// or summed over (and `fetch<true>`).
+template <int ROW> __device__ __forceinline__ const bf16* along(const bf16 (&from)[TILE][ROW]) {
     const int lane = threadIdx.x % 32;
-    fetch<true>(b, &from[j + lane % 16][c + lane / 16 * 8]);
+    return &from[lane % 16][lane / 16 * 8];
 }
 
 // What two products left, as the left side of the next.
@@ -325,8 +383,7 @@ __device__ __forceinline__ float highest(float x) {
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
 attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* out, float* spread,
        unsigned* gone, const int* seeds, const int* step, const float* drop, int site, int n, int heads) {
-    __shared__ __align__(16) SideTile side[STAGES];
-    __shared__ __align__(16) RowTile rows[STAGES];
+    __shared__ __align__(16) Tile<LONG> tiles[STAGES];
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n; // packed: a single tile
@@ -334,26 +391,30 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
     const Side queries{qkv0, qkv1, qkv2, qkv3, d, 0}, keys{qkv0, qkv1, qkv2, qkv3, d, d};
     const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, mixed{out, d};
     const float scale = rsqrtf((float)WIDTH) * LOG2E;
+    const SideCopy<LONG> copy_keys(keys, place);
+    const RowCopy copy_values(values, place);
     unsigned q[ALL / 16][4];
     float sum[ROW_COLUMNS][4], top[2] = {-FAR, -FAR}, total[2] = {0.f, 0.f};
-    fill(side[0], keys, place, 0);
-    fill(rows[0], values, place, 0);
-    seal();
-    clear<SUM, ALL + 8>(side[0][0][0], STAGES * PACKED * TILE);
-    clear<WIDTH, WIDE + 8>(rows[0][0][0], STAGES * PACKED * TILE);
+    const auto meet = [&](int stage, int j0) {
+        copy_keys(tiles[stage], j0);
+        copy_values(tiles[stage], j0);
+        seal();
+    };
+    meet(0, 0);
+    clear(tiles, STAGES, SUM);
+    clear(tiles, STAGES, ALL + WIDTH);
     read<SUM>(q, queries, place);
     zero(sum);
     for (int j0 = 0; j0 < end; j0 += TILE) {
         const int stage = STAGES == 2 ? j0 / TILE % 2 : 0;
         if (STAGES == 2 && j0 + TILE < end) {
-            fill(side[1 - stage], keys, place, j0 + TILE);
-            fill(rows[1 - stage], values, place, j0 + TILE);
-            seal();
+            meet(1 - stage, j0 + TILE);
             arrive<1>();
         } else
             arrive<0>();
         __syncthreads();
         if (place.live) {
+            const bf16 *down = along(tiles[stage].at[p]), *right = across(tiles[stage].at[p]);
             float score[TILE / 8][4];
             zero(score);
 #pragma unroll
@@ -361,7 +422,7 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
 #pragma unroll
                 for (int m = 0; m < TILE / 8; m += 2) {
                     unsigned b[4];
-                    fetch_across(b, side[stage][p], 8 * m, 16 * k);
+                    fetch<false>(b, right + 8 * m * LONG + 16 * k);
                     multiply_both(score[m], score[m + 1], q[k], b);
                 }
             if (n - j0 < TILE) {
@@ -418,17 +479,13 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
                 turn(a, score[m], score[m + 1]);
 #pragma unroll
                 for (int c = 0; c < ROW_COLUMNS; c += 2) {
-                    fetch_along(b, rows[stage][p], 8 * m, 8 * c);
+                    fetch<true>(b, down + 8 * m * LONG + ALL + 8 * c);
                     multiply_some(sum, c, a, b);
                 }
             }
         }
         __syncthreads();
-        if (STAGES == 1 && j0 + TILE < end) {
-            fill(side[0], keys, place, j0 + TILE);
-            fill(rows[0], values, place, j0 + TILE);
-            seal();
-        }
+        if (STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
     }
     if (!place.live) return;
     total[0] = add_up(total[0]);
@@ -444,15 +501,14 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
 // The gradients of keys of all DEPTH layers, written to grad0 ..., or added to what is there (`add`), and of the values
 // of the last of them. A warp has 16 keys and meets all queries. The gradients of scores, but for their scale, go to
 // `slopes`: (M, B, heads, n / 16, n / 16) pieces of 16 keys (down) and 16 queries, in the order of the left side of a
-// product, 4 words of each thread together.
+// product, 4 words of each thread together. Those of keys that are not there may be anything, infinite even.
 extern "C" __global__ void __launch_bounds__(THREADS, GRAD_BLOCKS)
 attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
             bf16* grad2, bf16* grad3, const bf16* out, const bf16* grad, const float* spread, const unsigned* gone,
             int4* slopes, const int* seeds, const int* step, const float* drop, int site, int n, int heads, int add) {
-    __shared__ __align__(16) SideTile side[STAGES];
-    __shared__ __align__(16) RowTile rows[STAGES];
+    __shared__ __align__(16) Tile<LONG> tiles[STAGES];
     __shared__ __align__(16) unsigned lost[STAGES][WARPS][TILE / 16][8];
-    __shared__ __align__(16) float logs[PACKED][ROWS], deltas[PACKED][ROWS];
+    __shared__ __align__(16) float stats[PACKED][2][ROWS]; // logarithms of denominators; output times its gradient
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const Drop keep(seeds, step, drop, site, blockIdx.z);
@@ -462,18 +518,21 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     const Rows mixed{out, d}, flows{grad, d};
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const float root = rsqrtf((float)WIDTH), scale = root * LOG2E;
+    const SideCopy<LONG> copy_queries(queries, place);
+    const RowCopy copy_flows(flows, place);
+    const unsigned* said = gone + place.piece(lane / 2, place.i / 16) * 8 + lane % 2 * 4; // of the first tile
+    const int pieces = (n + 15) / 16;
     const auto meet = [&](int stage, int j0) {
-        fill(side[stage], queries, place, j0);
-        fill(rows[stage], flows, place, j0);
+        copy_queries(tiles[stage], j0);
+        copy_flows(tiles[stage], j0);
         if (keep.least != 0 && place.live && lane < TILE / 8 && j0 + lane / 2 * 16 < n)
-            send(&lost[stage][warp][lane / 2][lane % 2 * 4],
-                 gone + place.piece(j0 / 16 + lane / 2, place.i / 16) * 8 + lane % 2 * 4, true);
+            send(lost[stage][warp][0] + lane * 4, said + j0 / 2 * pieces, true);
         seal();
     };
     unsigned mine[ALL / 16][4], beside[WIDE / 16][4];
     meet(0, 0);
-    clear<SUM, ALL + 8>(side[0][0][0], STAGES * PACKED * TILE);
-    clear<WIDTH, WIDE + 8>(rows[0][0][0], STAGES * PACKED * TILE);
+    clear(tiles, STAGES, SUM);
+    clear(tiles, STAGES, ALL + WIDTH);
     read<SUM>(mine, keys, place);
     read<WIDTH>(beside, values, place);
     for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
@@ -488,10 +547,10 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                 dot += lower(a.y) * lower(b.y) + upper(a.y) * upper(b.y);
             }
         }
-        deltas[q][i] = dot;
-        logs[q][i] = i < n ? spread[place.stat + (q - p) * n + i] : FAR; // leaves no weight
+        stats[q][1][i] = dot;
+        stats[q][0][i] = i < n ? spread[place.stat + (q - p) * n + i] : FAR; // leaves no weight
     }
-    const int bit = 8 * t + place.g / 2;
+    const unsigned first_bit = 1u << (8 * t + place.g / 2), second_bit = first_bit << 4;
 #pragma unroll 1
     for (int part = 0; part < ALL; part += PART) {
         float slope[PART_COLUMNS][4], flow[ROW_COLUMNS][4];
@@ -507,68 +566,73 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
             } else
                 arrive<0>();
             __syncthreads();
+            const bf16 *down = along(tiles[stage].at[p]), *right = across(tiles[stage].at[p]);
+            const float* stat = &stats[p][0][j0 + 2 * t]; // of the first of the queries met
+            const unsigned* mark = lost[stage][warp][0] + place.g % 2 * 4;
             const int count = place.live ? min(TILE, n - j0) : 0;
-#pragma unroll 1
-            for (int j = 0; j < count; j += 16) {
-                float share[2][4], inflow[2][4], kept[2][4];
+#pragma unroll
+            for (int j = 0; j < TILE; j += 16) {
+                if (j >= count) break;
+                float share[2][4], inflow[2][4];
                 zero(share);
                 zero(inflow);
                 unsigned a[4], b[4];
 #pragma unroll
                 for (int k = 0; k < ALL / 16; k++) {
-                    fetch_across(b, side[stage][p], j, 16 * k);
+                    fetch<false>(b, right + j * LONG + 16 * k);
                     multiply_both(share[0], share[1], mine[k], b);
                 }
 #pragma unroll
                 for (int k = 0; k < WIDE / 16; k++) {
-                    fetch_across(b, rows[stage][p], j, 16 * k);
+                    fetch<false>(b, right + j * LONG + ALL + 16 * k);
                     multiply_both(inflow[0], inflow[1], beside[k], b);
                 }
-                const int at = j0 + j + 2 * t; // the first of the queries met
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
-                    const float2 log = *(const float2*)&logs[p][at + 8 * m];
+                    const float2 log = *(const float2*)(stat + j + 8 * m);
 #pragma unroll
                     for (int e = 0; e < 4; e++)
-                        kept[m][e] = share[m][e] = power(share[m][e] * scale - (e % 2 == 0 ? log.x : log.y));
+                        share[m][e] = power(share[m][e] * scale - (e % 2 == 0 ? log.x : log.y));
                 }
                 if (keep.least != 0) {
                     // A thread of `attend` had queries g, g + 8 and keys 2t, 2t + 1, 2t + 8, 2t + 9; here it is the
                     // other way round. The first four words are of even keys; of those, two are of queries below 8.
-                    const int4 words = *(const int4*)&lost[stage][warp][j / 16][place.g % 2 * 4];
-                    const unsigned own[4] = {(unsigned)words.x >> bit, (unsigned)words.y >> bit,
-                                             (unsigned)words.z >> bit, (unsigned)words.w >> bit};
+                    const int4 words = *(const int4*)(mark + j / 2);
+                    const unsigned own[4] = {(unsigned)words.x, (unsigned)words.y, (unsigned)words.z,
+                                             (unsigned)words.w};
+                    float kept[2][4];
 #pragma unroll
                     for (int m = 0; m < 2; m++)
 #pragma unroll
-                        for (int e = 0; e < 4; e++)
-                            if (own[2 * m + e / 2] & (e % 2 == 0 ? 1u : 16u)) kept[m][e] = inflow[m][e] = 0.f;
-                }
-                turn(a, kept[0], kept[1]);
+                        for (int e = 0; e < 4; e++) {
+                            const bool out = own[2 * m + e / 2] & (e % 2 == 0 ? first_bit : second_bit);
+                            kept[m][e] = out ? 0.f : share[m][e];
+                            inflow[m][e] = out ? 0.f : inflow[m][e];
+                        }
+                    turn(a, kept[0], kept[1]);
+                } else
+                    turn(a, share[0], share[1]);
 #pragma unroll
                 for (int k = 0; k < ROW_COLUMNS; k += 2) {
-                    fetch_along(b, rows[stage][p], j, 8 * k);
+                    fetch<true>(b, down + j * LONG + ALL + 8 * k);
                     multiply_some(flow, k, a, b);
                 }
 #pragma unroll
                 for (int m = 0; m < 2; m++) {
-                    const float2 less = *(const float2*)&deltas[p][at + 8 * m];
+                    const float2 less = *(const float2*)(stat + ROWS + j + 8 * m);
 #pragma unroll
                     for (int e = 0; e < 4; e++)
                         share[m][e] *= inflow[m][e] * keep.scale - (e % 2 == 0 ? less.x : less.y);
                 }
                 turn(a, share[0], share[1]);
-                if (part == 0) { // zeros for keys that are not there: they may be anything
-                    const bool one = place.i < n, two = place.i + 8 < n;
-                    *to = make_int4(one ? (int)a[0] : 0, two ? (int)a[1] : 0, one ? (int)a[2] : 0, two ? (int)a[3] : 0);
-                    to += 32;
-                }
+                if (part == 0) to[j * 2] = make_int4((int)a[0], (int)a[1], (int)a[2], (int)a[3]);
 #pragma unroll
                 for (int k = 0; k < PART_COLUMNS; k += 2) {
-                    fetch_along(b, side[stage][p], j, part + 8 * k);
+                    fetch<true>(b, down + j * LONG + part + 8 * k);
                     multiply_some(slope, k, a, b);
                 }
             }
+            to += TILE * 2;
             __syncthreads();
             if (STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
         }
@@ -583,12 +647,13 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
 extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
 attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
                     bf16* grad2, bf16* grad3, const int4* slopes, int n, int heads, int add) {
-    __shared__ __align__(16) SideTile side[SIDE_STAGES];
+    __shared__ __align__(16) Tile<SHORT> tiles[SHORT_STAGES];
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const Side keys{qkv0, qkv1, qkv2, qkv3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
     const int p = place.p, end = PACKED > 1 ? TILE : n;
     const float root = rsqrtf((float)WIDTH);
+    const SideCopy<SHORT> copy_keys(keys, place);
     const int4* from = slopes + place.piece(0, place.i / 16) * 32 + threadIdx.x % 32;
     const long long stride = (n + 15) / 16 * 32; // to the next 16 keys
     int4 ahead[TILE / 16];
@@ -601,24 +666,33 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
     };
     float slope[COLUMNS][4];
     load(0);
-    fill(side[0], keys, place, 0);
+    copy_keys(tiles[0], 0);
     seal();
-    clear<SUM, ALL + 8>(side[0][0][0], SIDE_STAGES * PACKED * TILE);
+    clear(tiles, SHORT_STAGES, SUM);
     zero(slope);
     for (int j0 = 0; j0 < end; j0 += TILE) {
-        const int stage = SIDE_STAGES == 2 ? j0 / TILE % 2 : 0;
-        if (SIDE_STAGES == 2 && j0 + TILE < end) {
-            fill(side[1 - stage], keys, place, j0 + TILE);
+        const int stage = SHORT_STAGES == 2 ? j0 / TILE % 2 : 0;
+        if (SHORT_STAGES == 2 && j0 + TILE < end) {
+            copy_keys(tiles[1 - stage], j0 + TILE);
             seal();
             arrive<1>();
         } else
             arrive<0>();
         __syncthreads();
         if (place.live) {
+            const bf16* down = along(tiles[stage].at[p]);
             int4 piece[TILE / 16];
 #pragma unroll
             for (int m = 0; m < TILE / 16; m++) piece[m] = ahead[m];
             if (j0 + TILE < end) load(j0 + TILE);
+            if (n - j0 < TILE) { // zeros for keys that are not there
+#pragma unroll
+                for (int m = 0; m < TILE / 16; m++) {
+                    const int key = j0 + 16 * m + place.g;
+                    if (key >= n) piece[m].x = piece[m].z = 0;
+                    if (key + 8 >= n) piece[m].y = piece[m].w = 0;
+                }
+            }
 #pragma unroll
             for (int m = 0; m < TILE / 16; m++) {
                 const unsigned a[4] = {flip((unsigned)piece[m].x), flip((unsigned)piece[m].z),
@@ -626,14 +700,14 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
 #pragma unroll
                 for (int k = 0; k < COLUMNS; k += 2) {
                     unsigned b[4];
-                    fetch_along(b, side[stage][p], 16 * m, 8 * k);
+                    fetch<true>(b, down + 16 * m * SHORT + 8 * k);
                     multiply_some(slope, k, a, b);
                 }
             }
         }
         __syncthreads();
-        if (SIDE_STAGES == 1 && j0 + TILE < end) {
-            fill(side[0], keys, place, j0 + TILE);
+        if (SHORT_STAGES == 1 && j0 + TILE < end) {
+            copy_keys(tiles[0], j0 + TILE);
             seal();
         }
     }

@@ -18,8 +18,9 @@ PRODUCT16 = Path(__file__).with_name("product16.cu")
 class Products32:
     """Matrix products of M models, (M, r, c) @ (M, c, s).
 
-    On tensor cores they are ours (`product32.cu`), because torch's float32 products do not use them, and because they are
-    cut by the shapes of one model: what a model gets does not depend on how many there are. Elsewhere they are torch's.
+    On tensor cores they are ours (`product32.cu`), because torch's float32 products do not use them, and because they
+    are cut by the shapes of one model: what a model gets does not depend on how many there are. Elsewhere they are
+    torch's.
     """
 
     TALL, DEEP, BLOCKS = 64, 16, 128
