@@ -24,10 +24,14 @@ CASES = {  # tokens, heads, width of a head, layers
     "two blocks": (100, 1, 8, 1),
     "a width of 24": (45, 2, 24, 1),
     "deeper than the registers": (50, 1, 40, 4),
+    "deeper, and not in two equal parts": (17, 1, 48, 3),
+    "a width of 8, four layers": (33, 2, 8, 4),
+    "a width of 56": (20, 1, 56, 2),
     "a width of 2": (50, 8, 2, 4),
+    "a width of 2, a layer": (17, 8, 2, 1),
     "a width of 4": (100, 4, 4, 2),
-    "a width of 6, three layers": (20, 8, 6, 3),
     "a width of 4, packed": (33, 4, 4, 3),
+    "a width of 6": (20, 8, 6, 3),
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -35,6 +39,9 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
     cuda_on_cpu.install(monkeypatch)
+    torch.use_deterministic_algorithms(True)  # memory that nothing was written to is not a number
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -155,7 +162,7 @@ def test_a_training_step(case):
     check(case, *draw(case), make_noise(2))
 
 
-@pytest.mark.parametrize("name", ["few tokens", "a width of 24", "two tiles"])
+@pytest.mark.parametrize("name", ["few tokens", "a width of 24", "two tiles", "a width of 2", "a width of 6"])
 def test_without_dropout_and_added_to_what_is_there(name):
     case = CASES[name]
     check(case, *draw(case), make_noise(2, (0.0, 0.0, 0.0)), add=True)
@@ -211,5 +218,14 @@ def test_which_shapes_it_takes():
     shape = shape_of((45, 2, 32, 4))
     assert Attention16.takes(shape)
     assert [sizes["DEPTH"] for _, sizes in Attention16.variants(shape)] == [1, 2, 3, 4]
-    others = [{"width": 2 * 12}, {"width": 2 * 72}, {"layers": 5}, {"tokens": 513}, {"width": 2 * 64, "layers": 5}]
+    for width in (2, 4, 6, 8, 64):
+        assert Attention16.takes(replace(shape, width=2 * width))
+    others = [
+        {"width": 2 * 12},
+        {"width": 2 * 3},
+        {"width": 2 * 72},
+        {"layers": 5},
+        {"tokens": 513},
+        {"width": 2 * 64, "layers": 5},
+    ]
     assert not any(Attention16.takes(replace(shape, **other)) for other in others)

@@ -16,8 +16,8 @@
 #define HALF (WIDTH / 2)
 #define RUN (HALF % 8 == 0 ? 8 : HALF % 4 == 0 ? 4 : HALF % 2 == 0 ? 2 : 1) // numbers of a half copied at once
 #define ROW_RUN (WIDTH % 8 == 0 ? 8 : WIDTH % 4 == 0 ? 4 : 2)               // and of a whole
-#define PARTS (SUM <= 128 ? 1 : 2)  // a gradient's; the registers hold one at once
-#define ALL UP(SUM, 16 * PARTS)     // with zeros behind, for products of 16
+#define PARTS (SUM <= 128 ? 1 : 2) // a gradient's; the registers hold one at once
+#define ALL UP(SUM, 16 * PARTS)    // with zeros behind, for products of 16
 #define PART (ALL / PARTS)
 #define WIDE UP(WIDTH, 16)
 #define COLUMNS (UP(SUM, 8) / 8) // products that give them all, 8 each
@@ -38,10 +38,14 @@
 
 // Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold: they take 64 registers of a thread
 // if there are five of them, 80 if four, 96 if three, 168 if two.
-#if ALL + WIDE <= 48
+#if ALL + WIDE <= 32
 #define BLOCKS 4
 #define GRAD_BLOCKS 4
 #define QUERY_BLOCKS 5
+#elif ALL + WIDE <= 48
+#define BLOCKS 4
+#define GRAD_BLOCKS 4
+#define QUERY_BLOCKS 4
 #elif ALL + WIDE <= 80
 #define BLOCKS 4
 #define GRAD_BLOCKS 3
@@ -219,7 +223,9 @@ struct RowCopy {
     Copy<LONG, ROW_RUN, PACKED * run> copy;
     __device__ __forceinline__ RowCopy(const Rows& rows, const Place& place)
         : find{rows, place}, copy(rows.stride, find) {}
-    __device__ __forceinline__ void operator()(Tile<LONG>& tile, int j0) const { copy.go(tile, find.place.n, j0, find); }
+    __device__ __forceinline__ void operator()(Tile<LONG>& tile, int j0) const {
+        copy.go(tile, find.place.n, j0, find);
+    }
 };
 
 // Four numbers in a row, as far as there are COUNT: zeros behind.
@@ -256,8 +262,8 @@ __device__ __forceinline__ void set_four(const To& to, long long row, int head, 
     }
 }
 
-// Four of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, of every 16: a thread has those of one
-// half of them, and its neighbour of the other. No branch: all are on their way at once.
+// Of every 16 of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, four: a thread reads those of
+// one half, and its neighbour of the other. No branch: all are on their way at once.
 template <int COUNT, int PIECES, class From>
 __device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From& from, const Place& place, int first) {
 #pragma unroll
@@ -265,9 +271,8 @@ __device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From&
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4, i = place.i + 8 * r;
-            const bool there = i < place.n && c < COUNT;
-            found[k][r] = four<COUNT>(from, place.row + (there ? i : 0), place.head, there ? c : 0);
-            if (!there) found[k][r] = make_int2(0, 0);
+            found[k][r] = four<COUNT>(from, place.row + (i < place.n ? i : 0), place.head, c < COUNT ? c : 0);
+            if (i >= place.n || c >= COUNT) found[k][r] = make_int2(0, 0);
         }
 }
 
@@ -293,32 +298,33 @@ __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from,
 template <int COUNT, int PIECES, class To>
 __device__ __forceinline__ void write(const float (&d)[PIECES][4], const To& to, const Place& place, int first,
                                       float scale0, float scale1, int add) {
+    constexpr int together = PIECES < 8 ? PIECES : 8; // as many as there are registers for what was there before
     const bool even = place.t % 2 == 0;
-    int2 before[(PIECES + 1) / 2][2];
-    if (add)
-        read_fours<COUNT>(before, to, place, first);
-    else {
 #pragma unroll
-        for (int k = 0; k < PIECES; k += 2) before[k / 2][0] = before[k / 2][1] = make_int2(0, 0);
-    }
+    for (int k0 = 0; k0 < PIECES; k0 += together) {
+        int2 before[(together + 1) / 2][2];
 #pragma unroll
-    for (int k = 0; k < PIECES; k += 2) {
-        const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
+        for (int k = 0; k < together; k += 2) before[k / 2][0] = before[k / 2][1] = make_int2(0, 0);
+        if (add) read_fours<COUNT>(before, to, place, first + 8 * k0);
 #pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float scale = r == 0 ? scale0 : scale1;
-            const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
-            const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
-            const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
-            const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
-            const int2 old = before[k / 2][r];
-            const float x0 = (even ? left0 : got0) * scale + lower(old.x);
-            const float x1 = (even ? left1 : got1) * scale + upper(old.x);
-            const float x2 = (even ? got0 : right0) * scale + lower(old.y);
-            const float x3 = (even ? got1 : right1) * scale + upper(old.y);
-            if (place.i + 8 * r < place.n && c < COUNT)
-                set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
-                                make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
+        for (int k = k0; k < k0 + together && k < PIECES; k += 2) {
+            const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const float scale = r == 0 ? scale0 : scale1;
+                const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
+                const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
+                const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
+                const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
+                const int2 old = before[(k - k0) / 2][r];
+                const float x0 = (even ? left0 : got0) * scale + lower(old.x);
+                const float x1 = (even ? left1 : got1) * scale + upper(old.x);
+                const float x2 = (even ? got0 : right0) * scale + lower(old.y);
+                const float x3 = (even ? got1 : right1) * scale + upper(old.y);
+                if (place.i + 8 * r < place.n && c < COUNT)
+                    set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
+                                    make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
+            }
         }
     }
 }
