@@ -74,8 +74,8 @@ def main() -> None:
         for score in ("val_rmse", "test_rmse"):
             r = row[score]
             print(
-                f"  {score:9} means {r['mean_a']:.4f} {r['mean_b']:.4f}, change {r['median_change_percent']:+.2f} % "
-                f"({r['quartiles_percent'][0]:+.2f} to {r['quartiles_percent'][1]:+.2f}), p = {r['p']:.2f}"
+                f"  {score:9} means {r['mean_a']:.4f} {r['mean_b']:.4f}, change {r['median_change_percent']:+.4f} % "
+                f"({r['quartiles_percent'][0]:+.4f} to {r['quartiles_percent'][1]:+.4f}), p = {r['p']:.2g}"
             )
         print(f"  selected  test RMSE {row['selected_a']:.3f} and {row['selected_b']:.3f}")
 

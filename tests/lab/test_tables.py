@@ -203,6 +203,30 @@ def test_the_table_of_spreads(tmp_path):
     assert -1 <= row["partial"] <= 1
 
 
+def test_the_table_of_selections(tmp_path):
+    """A validation fold that says the opposite of the test fold."""
+    protocol = Protocol(seeds=(1, 2), selection=2)
+    e = Experiment("etth1", trials=8, protocol=protocol)
+    partly = Experiment("etth1", "uds", trials=8, protocol=protocol)
+    with Store(tmp_path, protocol) as store:
+        for experiment, tested in ((e, 8), (partly, 7)):
+            for seed in (1, 2):
+                for trial in range(8):
+                    val = {"rmse": 3.0 + trial}
+                    rest = {"configuration": {}, "status": "finished", "val": val}
+                    store.add(Run(experiment=experiment, seed=seed, trial=trial, **rest))
+                    scores = {"rmse": 20.0 - trial + seed / 10, "mae": 1, "mse": 1, "smape": 1}
+                    if trial < tested:
+                        store.add_test(experiment, seed, trial, scores, "selected" if trial < 2 else "spread")
+    (table,) = [t for t in make_tables(read(tmp_path, curves=False), protocol) if t.name == "selection"]
+    (row,) = table.frame.to_dict("records")
+    assert (row["model"], row["runs"]) == ("bsat", 16)
+    assert row["correlation"] < -0.9
+    assert row["selected"] == pytest.approx(19.65)
+    assert row["best"] == pytest.approx(13.65)
+    assert row["median"] == pytest.approx(16.65)
+
+
 def test_the_number_of_trials_is_counted(store):
     runs = read(store, curves=False)
     rows, tasks = [("bsat", "lpe")], [("etth1", 45), ("etth1", 180)]

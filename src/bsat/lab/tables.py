@@ -608,6 +608,52 @@ def spread_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
     return Table("spread", title, header, cells, _frame(records, protocol), notes, words=2)
 
 
+def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
+    """What selecting by the validation fold costs: the selected runs beside those that selecting by the test fold would
+    have taken, as many of each seed. For cells of which all runs were tested; None without any of `LEAST` runs."""
+    records: list[dict[str, Any]] = []
+    for cell, of in runs[runs["status"] != "failed"].groupby(CELL, sort=False):
+        dataset, model, tokens, encoding = cast("tuple[str, str, int, str]", cell)
+        if len(of) < LEAST or of["test_rmse"].isna().any():
+            continue
+        best = of.sort_values("test_rmse").groupby("seed").head(protocol.selection)
+        records.append(
+            {
+                "dataset": dataset,
+                "model": model,
+                "encoding": encoding,
+                "tokens": tokens,
+                "runs": len(of),
+                "correlation": rank_correlation(of["val_rmse"].to_numpy(float), of["test_rmse"].to_numpy(float)),
+                "selected": float(of["test_rmse"][of["why"] == "selected"].mean()),
+                "best": float(best["test_rmse"].mean()),
+                "median": float(of["test_rmse"].median()),
+            }
+        )
+    if not records:
+        return None
+    place = {name: k for k, name in enumerate(MODELS)}
+    records.sort(key=lambda r: (r["dataset"], place[r["model"]], ENCODINGS.index(r["encoding"]), r["tokens"]))
+    cells = []
+    for r in records:
+        numbers = [
+            _printed("{:+.2f}", r["correlation"]),
+            *(f"{r[name]:.3f}" for name in ("selected", "best", "median")),
+        ]
+        words = (label(r["model"], r["encoding"]), r["dataset"], str(r["tokens"]), str(r["runs"]), *numbers)
+        cells.append([Cell(text) for text in words])
+    header = ("model", "dataset", "tokens", "runs", "correlation", "selected", "by test", "all")
+    notes = [
+        f"Protocol `{protocol.short}`. Cells of which every run was scored on the test fold; test RMSE.",
+        "Correlation: Spearman's, of validation and test RMSE. Selected: mean of the runs that validation selected. By "
+        f"test: mean of the {protocol.selection} best of each seed on the test fold itself, which no honest selection "
+        "can promise. All: the median run.",
+    ]
+    return Table(
+        "selection", "What selection by validation costs", header, cells, _frame(records, protocol), notes, words=2
+    )
+
+
 def rank_correlation(a: np.ndarray, b: np.ndarray, given: np.ndarray | None = None) -> float:
     """Spearman's; with `given` (n, k), after its ranks are taken out of both by least squares. NaN if one is
     constant."""
@@ -737,7 +783,8 @@ def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
         if len(rows) > 1:
             tables.append(wilcoxon_table(scores, dataset))
     tables.append(variation_table(scores))
-    tables += [table for table in (help_table(scores), spread_table(runs, protocol)) if table is not None]
+    more = help_table(scores), selection_table(runs, protocol), spread_table(runs, protocol)
+    tables += [table for table in more if table is not None]
     tables.append(effort_table(runs, protocol))
     if len(scores.rows(BENCHMARKED)) > 1:
         tables.append(rank_table(scores))
