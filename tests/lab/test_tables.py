@@ -156,10 +156,11 @@ def test_marks():
 
 
 def test_place():
-    assert place(2.9, 2.91, 2.99) == "below"
+    assert place(2.9, 2.91, 2.99) == "below by 0.3 %"
     assert place(2.95, 2.91, 2.99) == "inside"
     assert place(2.9904, 2.91, 2.99) == "inside", "as printed, 2.990"
-    assert place(2.9906, 2.91, 2.99) == "above"
+    assert place(2.9906, 2.91, 2.99) == "above by 0.0 %"
+    assert place(3.1, 2.91, 2.99) == "above by 3.7 %"
 
 
 # ---- cells -----------------------------------------------------------------------------------------------------------
@@ -222,6 +223,7 @@ def test_the_table_of_selections(tmp_path):
     (row,) = table.frame.to_dict("records")
     assert (row["model"], row["runs"]) == ("bsat", 16)
     assert row["correlation"] < -0.9
+    assert row["third"] < -0.5
     assert row["selected"] == pytest.approx(19.65)
     assert row["best"] == pytest.approx(13.65)
     assert row["median"] == pytest.approx(16.65)
