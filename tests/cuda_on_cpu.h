@@ -24,7 +24,7 @@
 #define __device__
 #define __host__
 #define __constant__ static
-#define __shared__ static
+#define __shared__ static __attribute__((section("shared_memory")))
 #define __forceinline__ inline
 #define __noinline__
 #define __align__(n) __attribute__((aligned(n)))
@@ -44,6 +44,9 @@ struct dim3 {
 };
 
 static dim3 threadIdx, blockIdx, blockDim, gridDim;
+
+// Where the section of all that is shared begins and ends, in this library.
+extern "C" __attribute__((weak, visibility("hidden"))) char __start_shared_memory[], __stop_shared_memory[];
 
 struct alignas(8) float2 {
     float x, y;
@@ -207,6 +210,8 @@ static inline bool release() {
 }
 
 static inline bool run_block() {
+    // What a block finds in its shared memory is anything; here no number at all, so that reading it shows.
+    if (__start_shared_memory) std::memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
     auto& threads = block.threads;
     for (auto& t : threads) {
         getcontext(&t.context);

@@ -95,7 +95,8 @@ def _folder() -> tempfile.TemporaryDirectory:
 def _compile(path: Path, constants: tuple) -> Path:
     compiler, header = _prepare()
     defines = [f"-D{name}={value}" for name, value in constants]
-    lines = [f'#include "{header}"', f'#include "{path}"']
+    # Without a name, nothing in the source is shared with other libraries, nor in a section that only others share.
+    lines = [f'#include "{header}"', "namespace {", f'#include "{path}"', "}"]
     for name in _kernels(compiler, path, defines):
         lines += [
             f'extern "C" int run_{name}(const unsigned* s, void** a) {{ return cuda_on_cpu::run({name}, s, a); }}',

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from tiny_lab import POPULATION, PROTOCOL, experiment, make_tiny, run_to_be_killed
 
+from bsat import nvrtc
 from bsat.lab import Experiment, Protocol, StoreError, read, runner, select
 from bsat.lab.models import MODELS
 from bsat.lab.runner import Watcher, make_engine, run_experiments
@@ -204,14 +205,19 @@ def test_a_store_of_another_protocol_is_refused_before_anything_runs(tmp_path, m
     assert len(read(tmp_path)) == 4
 
 
-def test_engines_by_name():
+def test_engines_by_name(monkeypatch):
     protocol = Protocol()
     assert make_engine("optuna", protocol, device="cpu") == Local(min(count_cores(), 8))
     assert make_engine("optuna", protocol, at_once=1) == Local()
     assert make_engine("population", protocol) == Population()
     assert make_engine("ray", protocol, address="auto") == Ray("auto", 5)
     assert make_engine("optuna", replace(protocol, grace=None), at_once=3) == Local(3, None)
+    with pytest.raises(ValueError, match="must be 'float32' without an NVIDIA GPU that has tensor cores"):
+        make_engine("population", protocol, precision="bfloat16", device="cpu")
+    monkeypatch.setattr(nvrtc, "tensor_cores", lambda device: True)
     assert make_engine("population", protocol, precision="bfloat16").name == "population, bfloat16"
+    with pytest.raises(ValueError, match="`precision` must be one of"):
+        make_engine("optuna", protocol, precision="bf16")
     with pytest.raises(ValueError, match="`precision` must be 'float32' with engine 'optuna'; got 'bfloat16'"):
         make_engine("optuna", protocol, precision="bfloat16")
     with pytest.raises(ValueError, match="`engine` must be one of optuna, population, ray; got 'slurm'"):

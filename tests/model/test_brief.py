@@ -28,8 +28,12 @@ BF16 = 2**-8
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
+    """Memory that nobody has written to is no number, on the device and in shared memory."""
     cuda_on_cpu.install(monkeypatch)
     monkeypatch.setattr(nvrtc, "tensor_cores", lambda device: True)
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def brief(side, noise):

@@ -42,7 +42,7 @@ def error(found, a, b):
 )
 def test_products_are_as_exact_as_float32(rows, depth, columns, kind):
     a, b = factors(rows, depth, columns, kind)
-    products = Products32(2, CPU)
+    products = Products32(CPU)
     assert error(products(a, b), a, b) < 2e-6
     before = torch.randn(2, rows, columns)
     out = before.clone()
@@ -56,16 +56,16 @@ def test_one_pass_on_a_tensor_core_would_not_do():
     a, b = factors(40, 64, 40, "nn")
     short = [(x.view(torch.int32) & ~0x1FFF).view(torch.float32) for x in (a, b)]
     assert error(short[0] @ short[1], a, b) > 1e-4
-    assert error(Products32(2, CPU)(a, b), a, b) < 1e-6
+    assert error(Products32(CPU)(a, b), a, b) < 1e-6
 
 
 @pytest.mark.parametrize(("rows", "depth", "columns", "kind"), [(40, 24, 48, "nt"), (24, 500, 20, "tn")])
 def test_a_model_gets_the_same_bits_whoever_is_beside_it(rows, depth, columns, kind):
     a, b = factors(rows, depth, columns, kind, models=3)
-    together = Products32(3, CPU)(a, b)
+    together = Products32(CPU)(a, b)
     for model in range(3):
         one = slice(model, model + 1)
-        assert torch.equal(Products32(1, CPU)(a[one], b[one])[0], together[model])
+        assert torch.equal(Products32(CPU)(a[one], b[one])[0], together[model])
 
 
 def test_into_part_of_a_larger_buffer():
@@ -73,7 +73,7 @@ def test_into_part_of_a_larger_buffer():
     for start in (0, 3, 4):
         a, b = factors(6, 40, 10, "tn", models=3)
         buffer = torch.full((3, 80), 7.0)
-        Products32(3, CPU)(a, b, out=buffer[:, start : start + 60].unflatten(1, (6, 10)))
+        Products32(CPU)(a, b, out=buffer[:, start : start + 60].unflatten(1, (6, 10)))
         assert error(buffer[:, start : start + 60].view(3, 6, 10), a, b) < 1e-6
         assert (buffer[:, :start] == 7).all()
         assert (buffer[:, start + 60 :] == 7).all()
@@ -86,7 +86,7 @@ def test_a_whole_step_with_them():
     for ours in (True, False):
         fused = Fused(side.stack, noise)
         assert fused.product.ours
-        fused.product.ours = fused.weight_product.ours = ours
+        fused.product.ours = ours
         running = side.stack.running.clone()
         forecast, saved, last = fused.forward(batch, training=True)
         side.stack.running.copy_(running)

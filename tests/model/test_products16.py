@@ -50,7 +50,7 @@ def check(found, exact):
 )
 def test_they_are_right(rows, depth, columns, kind):
     a, b = factors(rows, depth, columns, kind)
-    products, exact = Products16(2, CPU), a.double() @ b.double()
+    products, exact = Products16(CPU), a.double() @ b.double()
     whole = products(a, b, dtype=WHOLE)
     assert whole.dtype == WHOLE
     check(whole, exact)
@@ -79,10 +79,10 @@ def test_all_tiles_and_slices_are_met():
 @pytest.mark.parametrize(("rows", "depth", "columns", "kind"), [(40, 24, 48, "nt"), (24, 520, 20, "tn")])
 def test_a_model_gets_the_same_bits_whoever_is_beside_it(rows, depth, columns, kind):
     a, b = factors(rows, depth, columns, kind, models=3)
-    together = Products16(3, CPU)(a, b, dtype=WHOLE)
+    together = Products16(CPU)(a, b, dtype=WHOLE)
     for model in range(3):
         one = slice(model, model + 1)
-        assert torch.equal(Products16(1, CPU)(a[one], b[one], dtype=WHOLE)[0], together[model])
+        assert torch.equal(Products16(CPU)(a[one], b[one], dtype=WHOLE)[0], together[model])
 
 
 @pytest.mark.parametrize("depth", [40, 520])
@@ -91,7 +91,7 @@ def test_into_part_of_a_larger_buffer(start, dtype, depth):
     """Gradients lie in one buffer for all parameters, at any place in it; the numbers around must stay."""
     a, b = factors(6, depth, 16, "tn", models=3)
     buffer = torch.full((3, 120), 7.0, dtype=dtype)
-    Products16(3, CPU)(a, b, out=buffer[:, start : start + 96].unflatten(1, (6, 16)))
+    Products16(CPU)(a, b, out=buffer[:, start : start + 96].unflatten(1, (6, 16)))
     check(buffer[:, start : start + 96].view(3, 6, 16), a.double() @ b.double())
     assert (buffer[:, :start] == 7).all()
     assert (buffer[:, start + 96 :] == 7).all()
@@ -102,22 +102,22 @@ def test_from_parts_of_larger_buffers():
     a, b = factors(16, 48, 24, "tn")
     a[:, 13:], b[:, :, 21:] = NAN, NAN
     a, b = a[:, :13], b[:, :, :21]
-    check(Products16(2, CPU)(a, b, dtype=WHOLE), a.double() @ b.double())
+    check(Products16(CPU)(a, b, dtype=WHOLE), a.double() @ b.double())
     a, b = factors(16, 48, 24, "nt")
     a, b = a[:, 3:, 8:], b[:, 8:, 2:]  # still aligned
-    check(Products16(2, CPU)(a, b), a.double() @ b.double())
+    check(Products16(CPU)(a, b), a.double() @ b.double())
     a, b = a[:, :, 1:], b[:, 1:]  # no longer
-    check(Products16(2, CPU)(a, b), a.double() @ b.double())
+    check(Products16(CPU)(a, b), a.double() @ b.double())
 
 
 @pytest.mark.parametrize(("depth", "dtype"), [(32, HALF), (33, HALF), (32, WHOLE), (520, HALF), (520, WHOLE)])
 def test_bias(depth, dtype):
     a, b = factors(20, depth, 40, "nt")
     bias = torch.randn(2, 50)[:, 3:43]
-    check(Products16(2, CPU)(a, b, bias=bias, dtype=dtype), a.double() @ b.double() + bias[:, None].double())
+    check(Products16(CPU)(a, b, bias=bias, dtype=dtype), a.double() @ b.double() + bias[:, None].double())
     before = torch.randn(2, 20, 40).to(dtype)
     exact = before.double() + a.double() @ b.double() + bias[:, None].double()
-    check(Products16(2, CPU)(a, b, out=before, add=True, bias=bias), exact)
+    check(Products16(CPU)(a, b, out=before, add=True, bias=bias), exact)
 
 
 @pytest.mark.parametrize("kind", ["nn", "nt", "tn"])
@@ -141,6 +141,6 @@ def test_limits(rows, depth, columns, along, kind):
     limits = torch.tensor(ends, dtype=torch.int32)
     for dtype in HALF, WHOLE:
         out = torch.full((len(ends), rows, columns), 7.0, dtype=dtype)
-        Products16(len(ends), CPU)(a, b, out=out, bias=bias, limits=limits, along=along)
+        Products16(CPU)(a, b, out=out, bias=bias, limits=limits, along=along)
         check(out[inside], (exact + bias[:, None].double())[inside])
         assert (out[~inside] == 7).all()

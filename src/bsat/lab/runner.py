@@ -26,12 +26,14 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from .. import nvrtc
 from ..atomic import replacing
 from ..data import catalog
 from ..data.folds import fold_edges
 from ..data.frames import to_panel
 from ..data.windows import Split, split_windows
 from ..model import NetworkConfig, build_network
+from ..model.fused import PRECISIONS
 from ..search import (
     Data,
     Engine,
@@ -49,6 +51,7 @@ from ..search.cluster import import_ray
 from ..search.contract import alone, import_optuna
 from ..search.study import read_search
 from ..tokens import Tokenizer
+from ..tokens.door import check_choice
 from ..train import TokenBatches, TrainConfig, evaluate
 from ..train.batches import fit_tokenizer
 from ..train.device import count_cores, find_device
@@ -108,20 +111,25 @@ def make_engine(
         raise ValueError("`at_once` must be left out with engine 'population', which trains as many as fit.")
     if address is not None and name != "ray":
         raise ValueError(f"`address` is that of a Ray cluster; got {address!r} with engine {name!r}. Use engine 'ray'.")
+    if name not in ENGINES:
+        raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {name!r}. Choose one of them.")
+    check_choice(precision, "precision", PRECISIONS)
     if precision != "float32" and name != "population":
         raise ValueError(f"`precision` must be 'float32' with engine {name!r}; got {precision!r}. Use 'population'.")
-    if name in ENGINES:
-        import_optuna()  # what is missing is told before anything is begun
+    if precision != "float32" and not nvrtc.tensor_cores(find_device(device)):
+        raise ValueError(
+            f"`precision` must be 'float32' without an NVIDIA GPU that has tensor cores; got {precision!r} on "
+            f"{find_device(device).type!r}. Leave it out."
+        )
+    import_optuna()  # what is missing is told before anything is begun
     if name == "optuna":
         cores = 1 if find_device(device).type != "cpu" else min(count_cores(), CORES)
         return Local(cores if at_once is None else at_once, halving)
     if name == "population":
         return Population(halving=halving, precision=precision)
-    if name == "ray":
-        import_ray("tune")
-        at_once = 5 if at_once is None else at_once
-        return Ray(address, at_once, halving, gpus=1 / at_once if find_device(device).type == "cuda" else 0)
-    raise ValueError(f"`engine` must be one of {', '.join(ENGINES)}; got {name!r}. Choose one of them.")
+    import_ray("tune")
+    at_once = 5 if at_once is None else at_once
+    return Ray(address, at_once, halving, gpus=1 / at_once if find_device(device).type == "cuda" else 0)
 
 
 def run_experiments(

@@ -153,11 +153,11 @@ struct Place {
     }
 };
 
-// Zeros for what no copy ever touches: numbers `first` ... up to the next multiple of 16.
-template <int ROW> __device__ __forceinline__ void clear(Tile<ROW>* tiles, int count, int first) {
+// Zeros for what no copy ever touches: numbers `first` ... `end` of a row.
+template <int ROW> __device__ __forceinline__ void clear(Tile<ROW>* tiles, int count, int first, int end) {
     for (int e = threadIdx.x; e < count * PACKED * TILE; e += blockDim.x)
 #pragma unroll
-        for (int c = first; c < UP(first, 16); c += 2) *(unsigned*)(tiles[0].at[0][0] + e * ROW + c) = 0;
+        for (int c = first; c < end; c += 2) *(unsigned*)(tiles[0].at[0][0] + e * ROW + c) = 0;
 }
 
 // What a thread copies of a tile: COUNT numbers of some tokens, always the same ones where that can be. Heads are side
@@ -407,8 +407,8 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
         seal();
     };
     meet(0, 0);
-    clear(tiles, STAGES, SUM);
-    clear(tiles, STAGES, ALL + WIDTH);
+    clear(tiles, STAGES, SUM, ALL);
+    clear(tiles, STAGES, ALL + WIDTH, ALL + WIDE);
     read<SUM>(q, queries, place);
     zero(sum);
     for (int j0 = 0; j0 < end; j0 += TILE) {
@@ -537,8 +537,8 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     };
     unsigned mine[ALL / 16][4], beside[WIDE / 16][4];
     meet(0, 0);
-    clear(tiles, STAGES, SUM);
-    clear(tiles, STAGES, ALL + WIDTH);
+    clear(tiles, STAGES, SUM, ALL);
+    clear(tiles, STAGES, ALL + WIDTH, ALL + WIDE);
     read<SUM>(mine, keys, place);
     read<WIDTH>(beside, values, place);
     for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
@@ -674,7 +674,7 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
     load(0);
     copy_keys(tiles[0], 0);
     seal();
-    clear(tiles, SHORT_STAGES, SUM);
+    clear(tiles, SHORT_STAGES, SUM, UP(SUM, 16));
     zero(slope);
     for (int j0 = 0; j0 < end; j0 += TILE) {
         const int stage = SHORT_STAGES == 2 ? j0 / TILE % 2 : 0;

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from .. import nvrtc
+from .attention32 import MOST_TOKENS, four
 from .stacked import Noise, Shape
 
-KERNELS = Path(__file__).with_suffix(".cu")
-
-TILE, MOST_WARPS, MOST_TOKENS = 48, 6, 512
-"""As in the kernels: tokens in shared memory at once, warps of a block, tokens."""
+SOURCE = Path(__file__).with_suffix(".cu")
+TILE, MOST_WARPS = 48, 6
+"""As in the kernels: tokens in shared memory at once, warps of a block."""
 
 
 class Attention16:
@@ -31,15 +31,14 @@ class Attention16:
         """Whether the kernels can take networks of this shape."""
         width = shape.head_width
         even = width in (2, 4, 6) or (width % 8 == 0 and 0 < width <= 64)
-        even = even and shape.width == width * shape.heads
-        return even and shape.layers <= 4 and shape.layers * width <= 256 and shape.tokens <= MOST_TOKENS
+        return even and shape.layers <= 4 and shape.tokens <= MOST_TOKENS
 
     @staticmethod
     def variants(shape: Shape) -> list[tuple[Path, dict[str, int]]]:
         """What will be compiled, for `nvrtc.compile_ahead`."""
         packed = _packed(shape)
         return [
-            (KERNELS, {"DEPTH": depth, "WIDTH": shape.head_width, "PACKED": packed})
+            (SOURCE, {"DEPTH": depth, "WIDTH": shape.head_width, "PACKED": packed})
             for depth in range(1, shape.layers + 1)
         ]
 
@@ -70,8 +69,8 @@ class Attention16:
         spread = mixed.new_empty(logs + logs // n * self.pieces**2 * 8, dtype=torch.float32) if training else None
         self.programs[len(qkvs) - 1].launch(
             "attend", (self.blocks, rows // n, M), self.threads,
-            *_four(qkvs), mixed, spread, None if spread is None else spread[logs:],
-            *self._dropping(training), site, n, shape.heads,
+            *four(qkvs), mixed, spread, None if spread is None else spread[logs:],
+            *self.noise.dropping(2, training), site, n, shape.heads,
         )  # fmt: skip
         return mixed, spread
 
@@ -96,26 +95,19 @@ class Attention16:
         slopes = mixed.new_empty(M, rows // n, shape.heads, self.pieces, self.pieces, 256)
         grid = self.blocks, rows // n, M
         program.launch(
-            "attend_grad", grid, self.threads, *_four(qkvs), *_four(turned), mixed, grad,
-            spread, spread[self._logs(M, rows) :], slopes, *self._dropping(True), site, n, shape.heads, int(add),
+            "attend_grad", grid, self.threads, *four(qkvs), *four(turned), mixed, grad, spread,
+            spread[self._logs(M, rows) :], slopes, *self.noise.dropping(2, True), site, n, shape.heads, int(add),
         )  # fmt: skip
         program.launch(
-            "attend_grad_queries", grid, self.threads, *_four(qkvs), *_four(turned), slopes, n, shape.heads, int(add)
+            "attend_grad_queries", grid, self.threads, *four(qkvs), *four(turned), slopes, n, shape.heads, int(add)
         )
 
     def _logs(self, M: int, rows: int) -> int:
         """Logarithms of denominators, with room up to the next 16 bytes; then come the bits of what was dropped."""
         return -(-M * rows * self.shape.heads // 4) * 4
 
-    def _dropping(self, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.noise.seeds, self.noise.step, self.noise.shares[2] if training else None
-
 
 def _packed(shape: Shape) -> int:
     """Heads of a block: two where there are few tokens."""
     small = shape.tokens <= TILE and shape.layers * shape.head_width <= 128
     return 2 if small and shape.heads % 2 == 0 else 1
-
-
-def _four(tensors: list[Tensor]) -> list[Tensor | None]:
-    return [*tensors, None, None, None][:4]

@@ -71,7 +71,7 @@ class Attention32:
         spread = torch.empty(M, rows // n, heads, n, device=mixed.device) if training else None
         self.programs[len(qkvs) - 1].launch(
             "attend", (self.blocks, rows // n, M), self.threads,
-            *_four(qkvs), mixed, spread, *self._dropping(training), site, n, heads,
+            *four(qkvs), mixed, spread, *self.noise.dropping(2, training), site, n, heads,
         )  # fmt: skip
         return mixed, spread
 
@@ -85,12 +85,10 @@ class Attention32:
         M, rows, _ = mixed.shape
         self.programs[len(qkvs) - 1].launch(
             "attend_grad", (2 * self.blocks, rows // n, M), self.threads,
-            *_four(qkvs), *_four(turned), mixed, grad, spread, *self._dropping(True), site, n, heads, int(add),
+            *four(qkvs), *four(turned), mixed, grad, spread, *self.noise.dropping(2, True), site, n, heads, int(add),
         )  # fmt: skip
 
-    def _dropping(self, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.noise.seeds, self.noise.step, self.noise.shares[2] if training else None
 
-
-def _four(tensors: list[Tensor]) -> list[Tensor | None]:
+def four(tensors: list[Tensor]) -> list[Tensor | None]:
+    """As kernels take them: of up to four layers."""
     return [*tensors, None, None, None][:4]

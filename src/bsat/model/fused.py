@@ -3,7 +3,7 @@
 Written for training steps that are captured in a CUDA graph: nothing here waits for the device, the gradient is laid
 out by hand into one buffer, and what can be made again is not kept. The arithmetic is float32; sums over rows are in
 float64. With `precision="bfloat16"` the activations, and the parameters where they are multiplied, have 16 bits;
-parameters, their gradients, the optimizer, the tokens and the forecasts have 32 still.
+parameters, their gradients, the optimizer and the forecasts have 32 still.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ def fits(shape: Shape | None) -> bool:
 
 
 def takes_brief(shape: Shape, device: torch.device) -> bool:
-    """Whether activations of 16 bits can be had: for heads of at least 8 numbers, where there are tensor cores."""
+    """Whether activations of 16 bits can be had: where there are tensor cores, for a width that is a multiple of 16 and
+    heads that `Attention16` takes."""
     return shape.width % 16 == 0 and Attention16.takes(shape) and nvrtc.tensor_cores(device)
 
 
@@ -77,6 +78,7 @@ class Fused:
         self.stack, self.shape, self.noise = stack, stack.shape, noise
         shape, M, device = stack.shape, len(stack), stack.theta.device
         self.brief = precision == "bfloat16"
+        assert not self.brief or takes_brief(shape, device)
         self.act = torch.bfloat16 if self.brief else torch.float32
         self.v, self.running = stack.views(), stack.running_views()
         self.short = torch.empty_like(stack.theta, dtype=self.act) if self.brief else stack.theta
@@ -93,13 +95,10 @@ class Fused:
         )
         self.kernels = nvrtc.program(LAYERS, BRIEF=int(self.brief))
         self.attention = attention(shape, noise)
-        self.embedding_product = Products32(M, device)
-        kind: type[Products16 | Products32] = Products16 if self.brief else Products32
-        self.product = self.weight_product = kind(M, device)
+        self.embedding_product = Products32(device)
+        self.product = Products16(device) if self.brief else self.embedding_product
         # The gradients of weights are nobody's input: what few small models leave idle can compute them meanwhile.
         self.aside = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if self.aside is not None:
-            self.weight_product = kind(M, device)  # with work space of its own
         self._meanwhile = False
         self._held: list[Tensor] = []
         self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
@@ -129,10 +128,7 @@ class Fused:
     @staticmethod
     def _chunks(rows: int, columns: int) -> int:
         """Into how many parts the rows are cut for it; by the shape alone, so that sums do not depend on the stack."""
-        return max(1, min(CHUNKS, rows * min(columns // 2, 32) // 2048))
-
-    def _dropping(self, kind: int, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-        return self.noise.seeds, self.noise.step, self.noise.shares[kind] if training else None
+        return max(1, min(CHUNKS, rows * min(columns // 2, 32) // (2048 if columns >= 64 else 1024)))
 
     @contextmanager
     def _beside(self, *inputs: Tensor) -> Iterator[None]:
@@ -153,9 +149,8 @@ class Fused:
 
     def _weight_grad(self, a: Tensor, b: Tensor, name: str, *, own: int = 0) -> None:
         """(M, o, r) @ (M, r, i) into the gradient of a weight."""
-        product = self.weight_product if self._meanwhile else self.product
         with self._beside(a, b):
-            product(a, b, self.g[name], limits=self.feeds if own else None, along=own)
+            self.product(a, b, self.g[name], limits=self.feeds if own else None, along=own)
 
     def _left(self, rows: int, columns: int) -> Tensor:
         """Room for two sums of each part and column."""
@@ -186,7 +181,17 @@ class Fused:
         x = torch.empty_like(embedded, dtype=self.act) if self.brief else embedded
         rank = v["positions.by_rank"] if shape.ranked else None
         self._each(
-            "embed", rows * d, embedded, v["embedding.bias"], rank, x, *self._dropping(0, training), rows, d, n, size
+            "embed",
+            rows * d,
+            embedded,
+            v["embedding.bias"],
+            rank,
+            x,
+            *self.noise.dropping(0, training),
+            rows,
+            d,
+            n,
+            size,
         )
         saved: list[Saved] = []
         for i in range(shape.layers):
@@ -209,7 +214,7 @@ class Fused:
         fed = torch.empty_like(u) if training else u
         self._columns(
             "gelu", rows, shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, self.feeds,
-            *self._dropping(1, training), at[2], rows, shape.feed, size,
+            *self.noise.dropping(1, training), at[2], rows, shape.feed, size,
         )  # fmt: skip
         z2 = self._product(fed, w[f"{name}.feed_forward.3.weight"].mT, own=3)
         x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
@@ -254,7 +259,7 @@ class Fused:
             return y, None
         stats, out = x.new_empty(M, 2, d, dtype=torch.float32), torch.empty_like(x)
         self._columns(
-            "norm_sums", rows, d, x, y, bias, self.partial, *self._dropping(0, True), site, rows, d, self.size
+            "norm_sums", rows, d, x, y, bias, self.partial, *self.noise.dropping(0, True), site, rows, d, self.size
         )
         self._gather("norm_stats", d, self.partial, self._chunks(rows, d), stats, mean, var, rows, d, stride)
         self._columns("norm_apply", rows, d, y, stats, weight, shift, out, rows, d, self.size)
@@ -279,7 +284,7 @@ class Fused:
             flow = self._layer_grad(i, flow, saved, turned, batch)
         sums = flow.new_empty(M, min(8, B), n * d, dtype=torch.float32)
         self.kernels.launch(
-            "embed_grad", (-(-n * d // 128), sums.shape[1], M), 128, flow, sums, *self._dropping(0, True), B, n * d
+            "embed_grad", (-(-n * d // 128), sums.shape[1], M), 128, flow, sums, *self.noise.dropping(0, True), B, n * d
         )
         if shape.ranked:
             self._add_rows(sums, "positions.by_rank")
@@ -301,7 +306,7 @@ class Fused:
         self._columns(
             "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"],
             fed if s.fed is None else None, left,
-            self.feeds, *self._dropping(1, True), at[2], rows, shape.feed, size,
+            self.feeds, *self.noise.dropping(1, True), at[2], rows, shape.feed, size,
         )  # fmt: skip
         self._add_left(left, rows, shape.feed, f"{name}.feed_forward.0.bias")
         self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight", own=2)
@@ -340,7 +345,7 @@ class Fused:
         self._gather("norm_grad_stats", d, self.partial, chunks, shares, weight, shift, rows, d, self.size)
         self._columns(
             "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], shares, side, left,
-            *self._dropping(0, True), site, rows, d, self.size,
+            *self.noise.dropping(0, True), site, rows, d, self.size,
         )  # fmt: skip
         self._add_left(left, rows, d, bias)
         return side

@@ -30,12 +30,10 @@ class Products32:
         """The programs, by how many columns a block takes."""
         return [(PRODUCT32, {"WIDE": wide}) for wide in (16, 32, 64)] if nvrtc.tensor_cores(device) else []
 
-    def __init__(self, models: int, device: torch.device) -> None:
+    def __init__(self, device: torch.device) -> None:
         variants = self.variants(device)
         self.ours = bool(variants)
-        if self.ours:
-            self.programs = {sizes["WIDE"]: nvrtc.program(path, **sizes) for path, sizes in variants}
-            self.partial = torch.empty(models * self.BLOCKS * self.TALL * 64, device=device)
+        self.programs = {sizes["WIDE"]: nvrtc.program(path, **sizes) for path, sizes in variants}
 
     def __call__(
         self, a: Tensor, b: Tensor, out: Tensor | None = None, *, add: bool = False, limits: Tensor | None = None,
@@ -59,16 +57,17 @@ class Products32:
         slices = -(-depth // slice_)
         sizes = (rows, columns, depth, a_stride, b_stride, out.stride(1), *(t.stride(0) for t in (a, b, out)))
         aligned = all(s % 4 == 0 for s in sizes) and all(t.data_ptr() % 16 == 0 for t in (a, b, out))
+        partial = a.new_empty(M, slices, rows, columns) if slices > 1 else None
         launch = self.programs[wide].launch
         launch(
             f"product_{'t' if turn_a else 'n'}{'t' if turn_b else 'n'}", (tiles, slices, M), 128,
-            a, b, out, self.partial, rows, columns, depth, a_stride, b_stride, out.stride(1), a.stride(0), b.stride(0),
+            a, b, out, partial, rows, columns, depth, a_stride, b_stride, out.stride(1), a.stride(0), b.stride(0),
             out.stride(0), slice_, int(aligned), int(add),
         )  # fmt: skip
         if slices > 1:
             blocks = -(-rows * columns // 256)
             strides = out.stride(1), out.stride(0)
-            launch("product_sum", (blocks, M), 256, self.partial, out, rows, columns, *strides, slices, int(add))
+            launch("product_sum", (blocks, M), 256, partial, out, rows, columns, *strides, slices, int(add))
         return out
 
 
@@ -90,8 +89,7 @@ class Products16:
             return []
         return [(PRODUCT16, {"TALL": tall, "WIDE": wide}) for tall, wide in Products16.TILES]
 
-    def __init__(self, models: int, device: torch.device) -> None:
-        self.models = models
+    def __init__(self, device: torch.device) -> None:
         self.programs = {
             (sizes["TALL"], sizes["WIDE"]): nvrtc.program(path, **sizes) for path, sizes in self.variants(device)
         }
@@ -137,7 +135,6 @@ class Products16:
             out = a.new_empty(M, rows, columns, dtype=dtype)
         full = out.dtype == torch.float32
         turn_a, turn_b = a.stride(2) != 1, b.stride(2) != 1
-        assert self.models >= M
         assert (M, depth, columns) == tuple(b.shape)
         assert (M, rows, columns) == tuple(out.shape)
         assert a.dtype == b.dtype == torch.bfloat16

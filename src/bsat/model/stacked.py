@@ -241,6 +241,10 @@ class Noise:
     shares: Tensor
     """(3, M): the dropouts of the stream, inside the feed-forward part, and of the attention weights"""
 
+    def dropping(self, kind: int, training: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What kernels need to find the masks of this kind: seeds, step and shares, these None in evaluation."""
+        return self.seeds, self.step, self.shares[kind] if training else None
+
     def __call__(self, x: Tensor, site: int, kind: int, *, columns_first: bool = False) -> Tensor:
         """Drop some of x, (M, ...); with `columns_first`, (M, R, c) is counted by column."""
         shares = self.shares[kind]

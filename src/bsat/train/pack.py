@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import nvrtc
 from ..model import Network, fused, stacked
 from ..model.stacked import Batch, Noise, Shape, Stack
+from ..tokens.door import check_choice
 from .bank import Bank
 from .schedule import learning_rate_factor
 from .settings import TrainConfig, draw_order
@@ -67,6 +68,7 @@ class Pack:
         for fold, bank in (("train", train), ("validation", val)):
             if len(bank.windows) == 0:
                 raise ValueError(f"the {fold} fold must hold at least one window; got none. Bring more data.")
+        check_choice(precision, "precision", fused.PRECISIONS)
         shape = stacked.common_shape([_described(network) for network in networks])
         self.stack = Stack(networks, shape)
         self.configs, self.train, self.val, self.capture = list(configs), train, val, capture
@@ -281,7 +283,8 @@ class Pack:
         assert self.fused is not None
         M, B, H = forecast.shape
         squares = torch.empty(M, B, 2, dtype=torch.float64, device=self.device)
-        grad = forecast if self.fused.act == torch.float32 else torch.empty_like(forecast, dtype=self.fused.act)
+        short = training and self.fused.act != torch.float32
+        grad = torch.empty_like(forecast, dtype=self.fused.act) if short else forecast
         self.fused.kernels.launch(
             "compare", (B, M), THREADS, forecast, self.fused.v["head.project.bias"], targets, levels, seen,
             grad if training else None, squares, H, self.fused.size,
@@ -339,8 +342,9 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0] + unused
 
 
-def training_bytes(shape: Shape, batch: int) -> int:
-    """About what a training step of one network takes on the device, its parameters included."""
+def training_bytes(shape: Shape, batch: int, *, brief: bool = False) -> int:
+    """About what a training step of one network takes on the device, its parameters included; `brief` with activations
+    of 16 bits."""
     rows, d = batch * shape.tokens, shape.width
     kept = shape.layers * (8 * d + shape.feed + shape.heads)
     passing = 6 * d + 2 * shape.feed + (shape.layers - 1) * 3 * d
@@ -348,7 +352,15 @@ def training_bytes(shape: Shape, batch: int) -> int:
     if not fused.fits(shape):  # plain torch keeps the attention weights and more of everything
         kept += shape.layers * (5 * shape.heads * shape.tokens + 10 * d + 2 * shape.feed)
     parameters = shape.tokens * d * (shape.horizon + 1) + shape.layers * d * (4 * d + 2 * shape.feed)
-    return 4 * (rows * (kept + passing + basis + d) + 7 * parameters)
+    if not brief:
+        return 4 * (rows * (kept + passing + basis + d) + 7 * parameters)
+    # The feed-forward part is kept twice, and what the gradients of weights need until they are all computed. Scores
+    # come in pieces of 16 x 16: a layer keeps their dropped bits, and one at a time has their slopes.
+    held = shape.layers * (2 * shape.feed + 2 * d)
+    scores = batch * shape.heads * (-(-shape.tokens // 16) * 16) ** 2
+    logs = 4 * rows * shape.layers * shape.heads
+    scores = scores * (16 + shape.layers) // 8  # bytes
+    return 2 * rows * (kept + passing + held + basis + d) + logs + scores + 30 * parameters
 
 
 def _described(network: Network) -> Shape:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
+from .. import nvrtc
 from ..data.windows import Windows
 from ..model import Network, NetworkConfig, build_network
-from ..model.fused import PRECISIONS
+from ..model.fused import PRECISIONS, takes_brief
 from ..model.stacked import Shape, describe
 from ..tokens import Tokenizer
 from ..tokens.door import check_choice, to_whole
@@ -135,8 +137,8 @@ def train_population(
         deviation: (R,) float64, the scaling of the rows, for scores in the data's unit.
         halving: end the worse ones early.
         rivals: a name for each trial; at a rung, only trials of one name are compared. By default all are.
-        precision: "float32", or "bfloat16" to keep activations in 16 bits where heads have at least 8 numbers and the
-            GPU has tensor cores: several times as fast for wide networks.
+        precision: "float32", or "bfloat16" to keep activations in 16 bits: several times as fast for wide networks. A
+            warning tells which networks cannot have it, and train in float32.
         memory: bytes of device memory that a pack may take; by default most of what is free.
         report: called after every epoch of a pack.
     """
@@ -148,12 +150,13 @@ def train_population(
         raise ValueError(f"`rivals` must name a group for each of the {len(trials)} trials; got {len(rivals)}.")
     check_choice(precision, "precision", PRECISIONS)
     members, groups = _gather(trials, train_windows, val_windows)
+    brief = _find_brief(members, train_windows.series.device) if precision == "bfloat16" else set()
     rungs = sorted({r for t in trials for r in halving.rungs(t.train.max_epochs)}) if halving is not None else []
     progress = Progress(len(trials))
     banks = _Banks(members, train_windows, val_windows)
     if memory is None:
         memory = int(0.7 * free_memory(train_windows.series.device)) - banks.size()
-    parts = [part for group in groups for part in _split(group, members, train_windows, memory)]
+    parts = [part for group in groups for part in _split(group, members, train_windows, memory, brief)]
     packs = [_Run(part, banks, deviation, precision) for part in parts]
     del members, groups, parts
 
@@ -200,12 +203,28 @@ def _gather(trials: Sequence[Trial], windows: Windows, val_windows: Windows) -> 
     return members, list(groups.values())
 
 
-def _split(group: list[int], members: list[_Member], windows: Windows, memory: int) -> Iterator[list[_Member]]:
+def _find_brief(members: Sequence[_Member], device: torch.device) -> set[int]:
+    """Who can have activations of 16 bits."""
+    can = {m.index for m in members if nvrtc.serves(device) and takes_brief(m.shape, device)}
+    if len(can) < len(members):
+        warnings.warn(
+            f"{len(members) - len(can)} of {len(members)} trials train in float32, not in bfloat16: that needs an "
+            "NVIDIA GPU with tensor cores, a `d_model` that is a multiple of 16, heads of 2, 4, 6, 8, 16, 24 ... 64 "
+            "numbers, and at most 4 layers and 512 tokens.",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+    return can
+
+
+def _split(
+    group: list[int], members: list[_Member], windows: Windows, memory: int, brief: set[int]
+) -> Iterator[list[_Member]]:
     """Packs that fit. Those with feed-forward parts of a width come together, so that little is padded."""
     some = sorted((members[i] for i in group), key=lambda m: m.shape.feed)
     while some:
         trial = some[-1].trial
-        each = training_bytes(some[-1].shape, trial.train.batch_size)
+        each = training_bytes(some[-1].shape, trial.train.batch_size, brief=some[-1].index in brief)
         drawn, network = _drawn(trial, windows), some[-1].network
         if drawn is not None and network is not None:  # tokens of its own
             each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback)
