@@ -180,19 +180,8 @@ class Fused:
         embedded = self.embedding_product(batch.values.view(M, rows, shape.features), v["embedding.weight"].mT)
         x = torch.empty_like(embedded, dtype=self.act) if self.brief else embedded
         rank = v["positions.by_rank"] if shape.ranked else None
-        self._each(
-            "embed",
-            rows * d,
-            embedded,
-            v["embedding.bias"],
-            rank,
-            x,
-            *self.noise.dropping(0, training),
-            rows,
-            d,
-            n,
-            size,
-        )
+        dropping = self.noise.dropping(0, training)
+        self._each("embed", rows * d, embedded, v["embedding.bias"], rank, x, *dropping, rows, d, n, size)
         saved: list[Saved] = []
         for i in range(shape.layers):
             x, layer = self._layer(i, x, [s.qkv for s in saved], batch, training)
