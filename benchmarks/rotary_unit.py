@@ -3,8 +3,7 @@
     BSAT_DATA=... python benchmarks/rotary_unit.py docs/results/runs [--runs 2] [--json]
 
 Of BSAT with L-RoPE LPE on ETTh1 at 45 tokens, the selected runs with the largest test RMSE are trained again on the
-CPU, once with positions in samples, as the paper has them, and once in units of the mean distance of tokens. Each
-training takes some minutes.
+CPU, once with `rotary_unit="samples"`, as the paper has it, and once with "tokens". Each training takes some minutes.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import json
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from bsat.data import catalog
 from bsat.data.folds import fold_edges
@@ -22,7 +20,7 @@ from bsat.data.frames import to_panel
 from bsat.data.windows import Split, split_windows
 from bsat.lab import read, read_protocol
 from bsat.lab.models import MODELS
-from bsat.model import NetworkConfig, RotaryPositions, build_network
+from bsat.model import NetworkConfig, build_network
 from bsat.search import Data
 from bsat.search.engines import train_alone
 from bsat.train import Epoch, TokenBatches, TrainConfig, evaluate
@@ -49,29 +47,21 @@ def load(lookback: int, horizon: int) -> Split:
     return split_windows(panel, edges, lookback=lookback, horizon=horizon, least=lookback, device=torch.device("cpu"))
 
 
-def train_again(run: Any, split: Split, protocol: Any, unit: float) -> dict[str, float]:
-    """Validation and test RMSE of a run's configuration with positions in this unit, in samples."""
-    model, turn = MODELS[MODEL], RotaryPositions.forward
+def train_again(run: Any, split: Split, protocol: Any, unit: str) -> dict[str, float]:
+    """Validation and test RMSE of a run's configuration with positions in this unit."""
+    model = MODELS[MODEL]
     tokenizer = fit_tokenizer(model.make_tokenizer(TOKENS), split.train)
     trial = model.space(protocol.space).to_trial(
         run.configuration,
         tokenizer,
-        NetworkConfig(encoding=ENCODING),
+        NetworkConfig(encoding=ENCODING, rotary_unit=unit),
         TrainConfig(max_epochs=protocol.max_epochs, seed=int(run.seed)),
     )
     mean, deviation = torch.from_numpy(split.mean), torch.from_numpy(split.deviation)
-
-    def forward(self: RotaryPositions, positions: Tensor) -> Tensor:
-        return turn(self, positions / unit)
-
-    RotaryPositions.forward = forward  # type: ignore[method-assign]
-    try:
-        done = train_alone(0, trial, Data(split.train, split.val, mean, deviation), Quiet())
-        network = build_network(trial.network, trial.tokenizer, lookback=protocol.lookback, horizon=protocol.horizon)
-        network.load_state_dict(done.state, strict=False)
-        test = evaluate(network, TokenBatches(split.test, trial.tokenizer, network, keep=False), mean, deviation)
-    finally:
-        RotaryPositions.forward = turn  # type: ignore[method-assign]
+    done = train_alone(0, trial, Data(split.train, split.val, mean, deviation), Quiet())
+    network = build_network(trial.network, trial.tokenizer, lookback=protocol.lookback, horizon=protocol.horizon)
+    network.load_state_dict(done.state, strict=False)
+    test = evaluate(network, TokenBatches(split.test, trial.tokenizer, network, keep=False), mean, deviation)
     return {"val_rmse": done.rmse, "test_rmse": test.rmse, "epochs": len(done.history.epochs)}
 
 
@@ -92,8 +82,8 @@ def main() -> None:
         point: Any = run.configuration
         row: dict[str, Any] = {name: point[name] for name in ("n_layers", "d_model", "n_heads")}
         row["stored"] = {"val_rmse": run.val_rmse, "test_rmse": run.test_rmse}
-        row["samples"] = train_again(run, split, protocol, 1.0)
-        row["tokens"] = train_again(run, split, protocol, protocol.lookback / TOKENS)
+        for unit in ("samples", "tokens"):
+            row[unit] = train_again(run, split, protocol, unit)
         rows.append(row)
         if not args.json:
             pairs = [(row[name]["val_rmse"], row[name]["test_rmse"]) for name in ("stored", "samples", "tokens")]

@@ -466,7 +466,7 @@ def lab_run(
     store: Annotated[Path, typer.Option(help="The folder of the runs; what is there is not run again.")] = Path(
         "bsat-runs"
     ),
-    models: Annotated[str, typer.Option(help="Some of bsat, bsat-safe, bsat-spline, uds, patchtst.")] = (
+    models: Annotated[str, typer.Option(help="Some of bsat, bsat-safe, bsat-spline, bsat-unit, uds, patchtst.")] = (
         "bsat,uds,patchtst"
     ),
     encodings: Annotated[

@@ -54,8 +54,8 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         horizon: H, the steps to forecast.
         lookback: L, the samples that a forecast looks at.
         tokenizer: `BSplineTokenizer`, `PatchTokenizer` or `DownsampleTokenizer`; None means BSAT with L / 16 tokens.
-        encoding, head, norm, d_model, n_layers, n_heads, ff_factor, dropout, ff_dropout, attention_dropout: see
-            `bsat.model.NetworkConfig`.
+        encoding, head, norm, rotary_unit, d_model, n_layers, n_heads, ff_factor, dropout, ff_dropout,
+            attention_dropout: see `bsat.model.NetworkConfig`.
         learning_rate, weight_decay, batch_size, max_epochs, patience, grace, epoch_windows, seed, deterministic: see
             `bsat.train.TrainConfig`.
         folds: shares of every series for training, validation and test; (0.8, 0.2, 0) keeps no test fold.
@@ -81,6 +81,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         encoding: str = NetworkConfig.encoding,
         head: str = NetworkConfig.head,
         norm: str = NetworkConfig.norm,
+        rotary_unit: str = NetworkConfig.rotary_unit,
         d_model: int = NetworkConfig.d_model,
         n_layers: int = NetworkConfig.n_layers,
         n_heads: int = NetworkConfig.n_heads,

@@ -106,7 +106,7 @@ def test_encodings_are_the_models():
     from bsat.model import ENCODINGS as OF_THE_MODEL
 
     assert set(ENCODINGS) == set(OF_THE_MODEL)
-    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", "uds", "patchtst"]
+    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", "bsat-unit", "uds", "patchtst"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_network import HEADS, D, L, N, count_parameters, make_inputs, make_network, make_stream
 
-from bsat.model import ENCODINGS, Attention, LearnedPositions, RotaryPositions
+import bsat
+from bsat.model import ENCODINGS, Attention, LearnedPositions, NetworkConfig, RotaryPositions, build_network
 from bsat.model.positions import BASE, rotate
 
 ROTARY = [e for e in ENCODINGS if "rope" in e]
@@ -261,3 +262,15 @@ def test_centers_lie_in_the_window():
     _, centers, _ = make_inputs()
     assert centers.min() >= 0
     assert L / 2 < centers.max() <= L - 1
+
+
+def test_positions_in_units_of_tokens():
+    """The fastest pair turns by one radian from one token of a uniform grid to the next."""
+    samples, tokens = (RotaryPositions(D, learned=True, unit=unit).double() for unit in (1.0, 16.0))
+    positions = torch.arange(0, 720, 16.0, dtype=torch.float64)
+    torch.testing.assert_close(tokens(positions), samples(positions / 16))
+    assert tokens(positions)[:, 0].diff().tolist() == pytest.approx([1.0] * 44)
+    network = build_network(NetworkConfig(rotary_unit="tokens"), bsat.DownsampleTokenizer(45), lookback=720, horizon=8)
+    assert {layer.attention.rotary.unit for layer in network.encoder.layers} == {16.0}
+    with pytest.raises(ValueError, match="`rotary_unit` must be one of"):
+        NetworkConfig(rotary_unit="hours")

@@ -614,6 +614,7 @@ KERNEL_KINDS = {
     "spline head": {"network": {"head": "spline"}},
     "drawn windows, two layers": {"epoch_windows": 40, "network": {"encoding": "l-rope", "n_layers": 2}},
     "lpe": {"network": {"encoding": "lpe"}},
+    "positions in tokens": {"network": {"rotary_unit": "tokens"}},
 }
 
 
@@ -859,6 +860,17 @@ def test_memory_of_shapes_that_the_kernels_do_not_take():
     large = replace(shape, tokens=180, layers=5, width=64, heads=4, feed=256)
     assert training_bytes(large, 128) > 1.9e9
     assert training_bytes(replace(large, layers=4), 128) < 0.6e9
+
+
+def test_units_of_rotary_positions_in_one_pack(shorter):
+    """Each network has its own."""
+    trials = [trial(seed=3, network={**NO_DROPOUT, "rotary_unit": unit}) for unit in ("samples", "tokens")]
+    found = populate(trials, shorter)
+    assert [t.pack for t in found] == [2, 2]
+    for one in found:
+        history, _ = solo(one.trial, shorter)
+        assert curves(one.history) == pytest.approx(curves(history), rel=1e-3)
+    assert curves(found[0].history) != curves(found[1].history)
 
 
 # ---- activations of 16 bits ------------------------------------------------------------------------------------------

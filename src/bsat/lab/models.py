@@ -1,7 +1,8 @@
 """What stands in the rows of the tables: models by name, each with its tokens, its network and what is searched.
 
 One network serves all. "bsat" is the paper's, to the letter; "bsat-safe" changes the placement of the knots alone, so
-that the two tell what the cure costs or gains; "bsat-spline" is what we would use ourselves.
+that the two tell what the cure costs or gains; "bsat-spline" is what we would use ourselves; "bsat-unit" is there to
+find out whether rotary positions in samples are what makes deep networks of adaptive tokens overfit.
 """
 
 from __future__ import annotations
@@ -83,6 +84,13 @@ MODELS = {
         {**PAPER, "placement": "safe", "detail": 8},
         {"head": "spline"},
         {"feature": Categorical(("curvature", "slope")), "norm": Categorical(("coefficients", "window"))},
+    ),
+    "bsat-unit": Model(
+        "BSAT unit",
+        "as in the paper, but rotary positions count in tokens, not samples",
+        "BSplineTokenizer",
+        PAPER,
+        {"rotary_unit": "tokens"},
     ),
     "uds": Model("UDS", "uniform down-sampling", "DownsampleTokenizer"),
     "patchtst": Model("PatchTST", "patches", "PatchTokenizer"),

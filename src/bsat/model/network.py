@@ -15,7 +15,7 @@ from .dropout import Dropout
 from .encoder import Encoder, EncoderLayer
 from .head import HEADS, FlattenHead, SplineHead
 from .instance_norm import NORMS, InstanceNorm
-from .positions import ENCODINGS, LearnedPositions, RotaryPositions
+from .positions import ENCODINGS, ROTARY_UNITS, LearnedPositions, RotaryPositions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +27,8 @@ class NetworkConfig:
         encoding: how tokens know where they are; one of `ENCODINGS`.
         head: "flatten" or "spline".
         norm: what instance normalisation looks at, "coefficients" or "window".
+        rotary_unit: what rotary positions are counted in: "samples", as in the paper, or "tokens", their mean distance,
+            so that the fastest pair of a head turns by about one radian from one token to the next.
         d_model: width of the stream.
         n_layers: encoder layers.
         n_heads: attention heads; they share d_model.
@@ -39,6 +41,7 @@ class NetworkConfig:
     encoding: str = "l-rope+lpe"
     head: str = "flatten"
     norm: str = "coefficients"
+    rotary_unit: str = "samples"
     d_model: int = 32
     n_layers: int = 2
     n_heads: int = 4
@@ -51,6 +54,7 @@ class NetworkConfig:
         check_choice(self.encoding, "encoding", ENCODINGS)
         check_choice(self.head, "head", HEADS)
         check_choice(self.norm, "norm", NORMS)
+        check_choice(self.rotary_unit, "rotary_unit", ROTARY_UNITS)
         for name in ("d_model", "n_layers", "n_heads", "ff_factor"):
             object.__setattr__(self, name, to_whole(getattr(self, name), name, 1))
         if self.d_model % self.n_heads:
@@ -127,6 +131,12 @@ class Network(nn.Module):
         x = self.encoder(self.dropout(x), positions)
         return self.norm.inverse(self.head(x, knots), mean, deviation)
 
+    def to_unit(self, positions: Tensor) -> Tensor:
+        """Positions as the rotations count them, which is the same in all layers."""
+        layer: Any = self.encoder.layers[0]
+        rotary = layer.attention.rotary
+        return positions if rotary is None else rotary.to_unit(positions)
+
     def log_bases(self) -> list[Tensor]:
         """The learned log-base of every layer; empty without L-RoPE."""
         found = (m.log_base for m in self.modules() if isinstance(m, RotaryPositions))
@@ -143,8 +153,11 @@ def build_network(config: NetworkConfig, tokenizer: Tokenizer, *, lookback: int,
             "of the series; got 'coefficients'. Change one of them."
         )
 
+    unit = lookback / n if config.rotary_unit == "tokens" else 1.0
+
     def layer() -> EncoderLayer:
-        rotary = RotaryPositions(d // h, learned="l-rope" in config.encoding) if "rope" in config.encoding else None
+        learned = "l-rope" in config.encoding
+        rotary = RotaryPositions(d // h, learned=learned, unit=unit) if "rope" in config.encoding else None
         attention = Attention(d, h, rotary=rotary, dropout=config.attention_dropout)
         return EncoderLayer(
             attention, d_model=d, d_ff=d * config.ff_factor, dropout=config.dropout, ff_dropout=config.ff_dropout

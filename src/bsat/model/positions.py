@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 BASE = 10_000.0
 ENCODINGS = ("lpe", "f-rope", "l-rope", "f-rope+lpe", "l-rope+lpe")
+ROTARY_UNITS = ("samples", "tokens")
 
 
 class LearnedPositions(nn.Module):
@@ -35,14 +36,15 @@ class RotaryPositions(nn.Module):
     head of width 2 has a single pair, which turns at frequency 1 whatever the base: nothing to learn there.
 
     The pairs are (1, 1 + k/2), (2, 2 + k/2), ... rather than neighbours: the same up to the order of the rows of the
-    projections, and quicker.
+    projections, and quicker. Positions are counted in `unit` samples; the paper's is 1.
     """
 
     log_base: Tensor
     exponents: Tensor
 
-    def __init__(self, head_width: int, *, learned: bool, base: float = BASE) -> None:
+    def __init__(self, head_width: int, *, learned: bool, base: float = BASE, unit: float = 1.0) -> None:
         super().__init__()
+        self.unit = unit
         if head_width % 2:
             raise ValueError(
                 f"rotary positions turn pairs, so `d_model` / `n_heads` must be even; got {head_width}. Change one."
@@ -56,7 +58,11 @@ class RotaryPositions(nn.Module):
 
     def forward(self, positions: Tensor) -> Tensor:
         """Positions (B, n) or (n,), in samples, to angles (B, n, k/2) or (n, k/2)."""
-        return positions.unsqueeze(-1) * (self.log_base * self.exponents).exp()
+        return self.to_unit(positions).unsqueeze(-1) * (self.log_base * self.exponents).exp()
+
+    def to_unit(self, positions: Tensor) -> Tensor:
+        """From samples."""
+        return positions if self.unit == 1 else positions / self.unit
 
 
 def rotate(x: Tensor, angles: Tensor) -> Tensor:

@@ -77,6 +77,7 @@ def _describe(built: nn.Module) -> Shape | None:
         all(parameter.requires_grad for parameter in network.parameters()),
         all(_is_usual_layer(layer, width, heads, feed, learned, rotary is not None) for layer in layers),
         len({_layer_dropouts(layer) for layer in layers} | {(network.dropout.p, *_layer_dropouts(first)[1:])}) == 1,
+        len({layer.attention.rotary.unit for layer in layers if layer.attention.rotary is not None}) <= 1,
     ]
     if not all(usual):
         return None
@@ -279,7 +280,7 @@ class Batch:
     values: Tensor
     """(M, B, n, f)"""
     positions: Tensor
-    """(M, B, n), in samples"""
+    """(M, B, n), in the networks' unit"""
     basis: Tensor | None
     """(M, B, n, n) for the spline head"""
 

@@ -174,7 +174,8 @@ def _compile(degree: int, regular: bool) -> Any:
     spec = SplineSpec(n=degree + 2, degree=degree, clip_factor=1.0)
     m = degree + 3
     x = _NOWHERE if regular else np.arange(m, dtype=float)[None]
-    with _word_if_slow(f"compiling the degree-{degree} spline kernel (once per machine, up to half a minute)"):
+    word = f"compiling the degree-{degree} spline kernel (once per machine, up to half a minute)"
+    with _word_if_slow(word, lambda: bool(kernel.stats.cache_misses)):
         kernel(
             np.zeros(m),
             np.zeros(1, np.int64),
@@ -229,12 +230,19 @@ def _power_sums(m: int, degree: int) -> np.ndarray:
 
 
 @contextmanager
-def _word_if_slow(message: str, after: float = 1.0) -> Iterator[None]:
-    """Say on stderr what is going on if it takes more than a moment; loading from the cache does not."""
-    timer = threading.Timer(after, lambda: print(f"bsat: {message} ...", file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
+def _word_if_slow(message: str, so: Callable[[], bool], after: float = 1.0) -> Iterator[None]:
+    """Say on stderr what is going on if it takes more than a moment, and is `so`: on a busy machine, loading from the
+    cache takes a while too."""
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.wait(after):
+            if so():
+                print(f"bsat: {message} ...", file=sys.stderr, flush=True)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        done.set()

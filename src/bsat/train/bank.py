@@ -20,7 +20,8 @@ from ..tokens import Tokenizer
 from .batches import CHUNK, make_inputs, tokenize
 
 Source = tuple[Tokenizer, Network]
-"""Whose tokens, and a network that tells how they are normalised and whether its head needs the knots."""
+"""Whose tokens, and a network that tells how they are normalised, in what positions are counted, and whether its head
+needs the knots."""
 
 
 class Bank:
@@ -93,7 +94,7 @@ class Bank:
             self.values[source, rows] = normal
             self.levels[source, rows] = torch.cat([mean, deviation], 1)
             if self.moving or at == 0:
-                self.positions[source, rows if self.moving else slice(None)] = inputs.positions
+                self.positions[source, rows if self.moving else slice(None)] = network.to_unit(inputs.positions)
             if self.first is not None and self.weights is not None and inputs.knots is not None:
                 head: Any = network.head
                 assert isinstance(head, SplineHead)

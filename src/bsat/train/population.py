@@ -258,7 +258,8 @@ class _Banks:
     @staticmethod
     def _key(member: _Member) -> object:
         tokenizer = member.trial.tokenizer
-        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), member.trial.network.norm
+        network = member.trial.network
+        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), network.norm, network.rotary_unit
 
     def size(self) -> int:
         """Bytes that all banks will take, but for windows that are drawn anew."""
