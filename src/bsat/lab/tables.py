@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -591,17 +591,7 @@ def spread_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
         )
     if not records:
         return None
-    place = {name: k for k, name in enumerate(MODELS)}
-    records.sort(key=lambda r: (r["dataset"], place[r["model"]], ENCODINGS.index(r["encoding"]), r["tokens"]))
-    cells = []
-    for r in records:
-        numbers = [
-            _printed("{:,.1f}", r["median"]),
-            _printed("{:+.2f}", r["correlation"]),
-            _printed("{:+.2f}", r["partial"]),
-        ]
-        words = (label(r["model"], r["encoding"]), r["dataset"], str(r["tokens"]), str(r["runs"]), *numbers)
-        cells.append([Cell(text) for text in words])
+    cells = _cells_of_runs(records, {"median": "{:,.1f}", "correlation": "{:+.2f}", "partial": "{:+.2f}"})
     header = ("model", "dataset", "tokens", "runs", "median spread", "correlation", "partial")
     notes = [
         f"Protocol `{protocol.short}`. All runs with test scores; the spread is the largest less the smallest base at "
@@ -639,14 +629,8 @@ def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
         )
     if not records:
         return None
-    place = {name: k for k, name in enumerate(MODELS)}
-    records.sort(key=lambda r: (r["dataset"], place[r["model"]], ENCODINGS.index(r["encoding"]), r["tokens"]))
-    cells = []
-    for r in records:
-        numbers = [_printed("{:+.2f}", r[name]) for name in ("correlation", "third")]
-        numbers += [_printed("{:.3f}", r[name]) for name in ("selected", "best", "median")]
-        words = (label(r["model"], r["encoding"]), r["dataset"], str(r["tokens"]), str(r["runs"]), *numbers)
-        cells.append([Cell(text) for text in words])
+    errors = dict.fromkeys(("selected", "best", "median"), "{:.3f}")
+    cells = _cells_of_runs(records, {"correlation": "{:+.2f}", "third": "{:+.2f}", **errors})
     header = ("model", "dataset", "tokens", "runs", "correlation", "best third", "selected", "by test", "all")
     notes = [
         f"Protocol `{protocol.short}`. Cells of which every run was scored on the test fold; test RMSE.",
@@ -658,6 +642,18 @@ def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
     return Table(
         "selection", "What selection by validation costs", header, cells, _frame(records, protocol), notes, words=2
     )
+
+
+def _cells_of_runs(records: list[dict[str, Any]], formats: Mapping[str, str]) -> list[list[Cell]]:
+    """A row for each record of the runs of a cell; puts the records into the order of the tables."""
+    place = {name: k for k, name in enumerate(MODELS)}
+    records.sort(key=lambda r: (r["dataset"], place[r["model"]], ENCODINGS.index(r["encoding"]), r["tokens"]))
+    cells = []
+    for r in records:
+        numbers = [_printed(form, r[name]) for name, form in formats.items()]
+        words = (label(r["model"], r["encoding"]), r["dataset"], str(r["tokens"]), str(r["runs"]), *numbers)
+        cells.append([Cell(text) for text in words])
+    return cells
 
 
 def rank_correlation(a: np.ndarray, b: np.ndarray, given: np.ndarray | None = None) -> float:
