@@ -22,7 +22,7 @@ from bsat.model import NetworkConfig, build_network
 from bsat.train import TrainConfig
 from bsat.train.bank import Bank
 from bsat.train.pack import Pack
-from gpu_training import clear, machine, need_gpu, wait, walk_windows
+from gpu_training import clear, machine, need_gpu, walk_windows
 from training import BATCH, H, L, best_times
 
 STEPS, FACTORS = 10, (2, 4, 6, 8)
@@ -103,7 +103,6 @@ def main() -> None:
                     f"{row['gradient']:>12.3f}{row['bases']:>7.3f}",
                     flush=True,
                 )
-    wait("cuda")
     if args.json:
         print(json.dumps({"machine": machine("cuda"), "rows": rows}))
 

@@ -6,8 +6,7 @@
 
 Trials are paired by cell, seed and configuration. Printed are the mean of either, how the second differs from the first
 (median, and half of all between the quartiles, in percent), the p-value of Wilcoxon's signed-rank test that nothing
-differs, and the mean test RMSE of the runs that either search selected. Training is chaotic: two float32 trainings that
-differ in the last bit end up as far apart as the quartiles say; what matters is whether one side is better.
+differs, and the mean test RMSE of the runs that either search selected.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def load(store: str) -> pd.DataFrame:
     """Runs that gave a score, with their configurations as text."""
     runs = read(store, curves=False)
     runs["point"] = [json.dumps(point, sort_keys=True) for point in runs["configuration"]]
-    return runs[runs["status"] != "failed"]
+    return runs[runs["status"] != "failed"].drop_duplicates([*CELL, "seed", "point"])
 
 
 def compare(one: pd.DataFrame, two: pd.DataFrame) -> list[dict[str, Any]]:
@@ -66,7 +65,8 @@ def main() -> None:
     if not rows:
         raise SystemExit("the two stores have no cell in common")
     if args.json:
-        print(json.dumps({"rows": rows}))
+        text = json.dumps({"rows": rows})
+        print(json.dumps(json.loads(text, parse_constant=lambda _: None)))  # what no run was scored for is null
         return
     for row in rows:
         cell = " ".join(str(row[name]) for name in CELL)

@@ -38,7 +38,7 @@ def on_cpu(monkeypatch):
 
 def brief(side, noise):
     assert fused.takes_brief(side.stack.shape, torch.device("cpu"))
-    return Fused(side.stack, noise, "bfloat16")
+    return Fused(side.stack, noise, brief=True)
 
 
 def to_brief(batch):
@@ -93,7 +93,7 @@ def test_a_narrow_network_gets_the_same_beside_a_wide_one():
     for count in (2, 1):
         stack = stack_up(side.networks[:count])
         batch = Batch(side.batch.values[:count].contiguous(), side.batch.positions[:count].contiguous(), None)
-        kernels = Fused(stack, make_noise(count), "bfloat16")
+        kernels = Fused(stack, make_noise(count), brief=True)
         got, saved, last = kernels.forward(batch, training=True)
         for layer in saved:
             layer.u[0, :, 16:] = torch.nan

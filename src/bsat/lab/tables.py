@@ -572,18 +572,13 @@ def spread_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
     """
     records: list[dict[str, Any]] = []
     for cell, of in runs.dropna(subset=["spread", "test_rmse"]).groupby(CELL, sort=False):
-        dataset, model, tokens, encoding = cast("tuple[str, str, int, str]", cell)
         if len(of) < LEAST:
             continue
         given = np.array([[c.get(name, math.nan) for name in SHAPED] for c in of["configuration"]], dtype=np.float64)
         spread, rmse = of["spread"].to_numpy(float), of["test_rmse"].to_numpy(float)
         records.append(
             {
-                "dataset": dataset,
-                "model": model,
-                "encoding": encoding,
-                "tokens": tokens,
-                "runs": len(of),
+                **_named(cell, of),
                 "median": float(np.median(spread)),
                 "correlation": rank_correlation(spread, rmse),
                 "partial": rank_correlation(spread, rmse, given),
@@ -608,18 +603,13 @@ def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
     have taken, as many of each seed. For cells of which all runs were tested; None without any of `LEAST` runs."""
     records: list[dict[str, Any]] = []
     for cell, of in runs[runs["status"] != "failed"].groupby(CELL, sort=False):
-        dataset, model, tokens, encoding = cast("tuple[str, str, int, str]", cell)
         if len(of) < LEAST or of["test_rmse"].isna().any():
             continue
         best = of.sort_values("test_rmse").groupby("seed").head(protocol.selection)
         third = of.nsmallest(len(of) // 3, "val_rmse")
         records.append(
             {
-                "dataset": dataset,
-                "model": model,
-                "encoding": encoding,
-                "tokens": tokens,
-                "runs": len(of),
+                **_named(cell, of),
                 "correlation": rank_correlation(of["val_rmse"].to_numpy(float), of["test_rmse"].to_numpy(float)),
                 "third": rank_correlation(third["val_rmse"].to_numpy(float), third["test_rmse"].to_numpy(float)),
                 "selected": float(of["test_rmse"][of["why"] == "selected"].mean()),
@@ -642,6 +632,12 @@ def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
     return Table(
         "selection", "What selection by validation costs", header, cells, _frame(records, protocol), notes, words=2
     )
+
+
+def _named(cell: Any, runs: pd.DataFrame) -> dict[str, Any]:
+    """What a record of the runs of a cell begins with."""
+    dataset, model, tokens, encoding = cell
+    return {"dataset": dataset, "model": model, "encoding": encoding, "tokens": tokens, "runs": len(runs)}
 
 
 def _cells_of_runs(records: list[dict[str, Any]], formats: Mapping[str, str]) -> list[list[Cell]]:

@@ -2,7 +2,7 @@
 
 Written for training steps that are captured in a CUDA graph: nothing here waits for the device, the gradient is laid
 out by hand into one buffer, and what can be made again is not kept. The arithmetic is float32; sums over rows are in
-float64. With `precision="bfloat16"` the activations, and the parameters where they are multiplied, have 16 bits;
+float64. With `brief` the activations, and the parameters where they are multiplied, have 16 bits;
 parameters, their gradients, the optimizer and the forecasts have 32 still.
 """
 
@@ -71,14 +71,14 @@ class Fused:
     Args:
         stack: its parameters; they may change between calls, but not move.
         noise: of the training steps.
-        precision: "float32", or "bfloat16" where `takes_brief` allows it.
+        brief: keep activations in 16 bits; only where `takes_brief` allows it.
     """
 
-    def __init__(self, stack: Stack, noise: Noise, precision: str = "float32") -> None:
+    def __init__(self, stack: Stack, noise: Noise, *, brief: bool = False) -> None:
         self.stack, self.shape, self.noise = stack, stack.shape, noise
         shape, M, device = stack.shape, len(stack), stack.theta.device
-        self.brief = precision == "bfloat16"
-        assert not self.brief or takes_brief(shape, device)
+        assert not brief or takes_brief(shape, device)
+        self.brief = brief
         self.act = torch.bfloat16 if self.brief else torch.float32
         self.v, self.running = stack.views(), stack.running_views()
         self.short = torch.empty_like(stack.theta, dtype=self.act) if self.brief else stack.theta

@@ -114,8 +114,7 @@ class Pack:
         usable = nvrtc.serves(device) and small and fused.fits(self.stack.shape)
         brief = self.precision == "bfloat16" and usable and fused.takes_brief(self.stack.shape, device)
         with self._here():
-            precision = "bfloat16" if brief else "float32"
-            self.fused = fused.Fused(self.stack, self.noise, precision) if usable else None
+            self.fused = fused.Fused(self.stack, self.noise, brief=brief) if usable else None
         self._graphs: dict[tuple[str, int], torch.cuda.CUDAGraph] = {}
         self._pool, self._stream = None, None
         if self.fused is not None and device.type == "cuda":
