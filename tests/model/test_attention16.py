@@ -80,16 +80,16 @@ def untouched(x, fill):
     return torch.equal(around.nan_to_num(-7.0), torch.full_like(around, fill).nan_to_num(-7.0))
 
 
-def draw(case, *, M=2, size=1.0, seed=0):
+def draw(case, *, M=2):
     """qkv of every layer, the output's gradient, and gradients that are there already."""
     tokens, heads, width, layers = case
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     rows, d = B * tokens, heads * width
 
-    def some(columns, by=1.0):
-        return guarded(by * torch.randn(M, rows, columns, generator=generator))
+    def some(columns):
+        return guarded(torch.randn(M, rows, columns, generator=generator))
 
-    return [some(3 * d, size) for _ in range(layers)], some(d), [some(3 * d) for _ in range(layers)]
+    return [some(3 * d) for _ in range(layers)], some(d), [some(3 * d) for _ in range(layers)]
 
 
 def plain(case, qkvs, noise):
