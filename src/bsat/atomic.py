@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from glob import escape
 from pathlib import Path
 
-LEFTOVERS = ".bsat-writing-*"
-"""What a killed writer may leave behind; never read by anyone."""
+_WRITING = ".bsat-writing-"
+
+
+def leftovers(folder: Path, stem: str = "", *, age: float = 0) -> Iterator[Path]:
+    """What killed writers of files whose names begin with ``stem`` left in a folder, never read by anyone: those that
+    nobody has touched for ``age`` seconds, as a younger one may be someone's work."""
+    for path in folder.glob(f"{_WRITING}{escape(stem)}*"):
+        with suppress(FileNotFoundError):  # another process may be clearing
+            if time.time() - path.stat().st_mtime >= age:
+                yield path
 
 
 @contextmanager
@@ -17,7 +27,7 @@ def replacing(path: os.PathLike[str] | str, *, keep: bool = False) -> Iterator[P
     """A temporary path beside ``path``, with its suffix, that takes its place if the block ends well; with ``keep``
     only if nobody else has been quicker."""
     path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=LEFTOVERS[:-1], suffix=path.suffix, dir=path.parent)
+    handle, name = tempfile.mkstemp(prefix=f"{_WRITING}{path.stem[:100]}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:

@@ -304,6 +304,31 @@ def test_an_experiment_named_twice_is_one(tmp_path):
 KILLS = 10
 
 
+def be_killed_writing_weights(folder):
+    """In a process of its own: the first file of weights stays half written."""
+
+    def write_half(tensors, path, metadata):
+        path.write_bytes(b"half")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    runner.save_file = write_half
+    run_to_be_killed(folder, "population", 4)
+
+
+def test_killed_while_weights_are_written(tmp_path):
+    """What was being written goes with the search that wrote it; what others write in the same folder stays."""
+    process = multiprocessing.get_context("spawn").Process(target=be_killed_writing_weights, args=(tmp_path,))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    [half] = tmp_path.glob("weights/*")
+    other = half.with_name(half.name.replace(experiment().study, "another"))
+    other.write_bytes(b"half")
+    run(tmp_path)
+    assert list(tmp_path.glob("weights/*")) == [other]
+    assert read(tmp_path)["status"].isin(["finished", "halved"]).all()
+
+
 @pytest.mark.parametrize("engine", ["optuna", "population"])
 def test_killed_at_any_moment(tmp_path, engine):
     """Ten kills for each engine, twenty in all. Three of four come while trials train."""

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..atomic import LEFTOVERS, replacing
+from ..atomic import leftovers, replacing
 from .download import DownloadError, check, fetch, hash_file, unpack
 from .folds import FOLDS, fold_edges, window_ranges
 from .shipped import SHIPPED, load_shipped
@@ -498,13 +498,13 @@ def _prepare_member(dataset: Dataset, archive: Path, verbose: bool) -> pd.DataFr
     """Of an archive: its text is on the disk only while it is read."""
     file = dataset.file
     text = downloads() / f".{os.getpid()}-{file.name}"
-    for pattern in (LEFTOVERS, f".*-{file.name}"):
-        for left in downloads().glob(pattern):
-            with suppress(OSError):
-                if (
-                    time.time() - left.stat().st_mtime > 3600
-                ):  # of a process that was killed; a younger one may be at work
-                    left.unlink()
+    for left in leftovers(downloads(), age=3600):
+        with suppress(OSError):
+            left.unlink()
+    for left in downloads().glob(f".*-{file.name}"):
+        with suppress(OSError):
+            if time.time() - left.stat().st_mtime > 3600:  # a younger one may be at work
+                left.unlink()
     try:
         digest = unpack(archive, file.name, text, size=file.size, sha256=file.sha256, show=verbose)
         _check_pin(file, f"{file.name} in {archive}", digest)

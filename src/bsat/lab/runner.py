@@ -27,7 +27,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from .. import nvrtc
-from ..atomic import replacing
+from ..atomic import leftovers, replacing
 from ..data import catalog
 from ..data.folds import fold_edges
 from ..data.frames import to_panel
@@ -439,7 +439,9 @@ class _Weights:
         self.path(experiment, seed, trial).unlink(missing_ok=True)
 
     def clear(self, experiment: Experiment, seed: int) -> None:
-        for path in self.folder.glob(f"{experiment.study}-{seed}-*.safetensors"):
+        """Theirs alone, and what a killed process was writing: other searches may be at work in the same folder."""
+        stem = f"{experiment.study}-{seed}-"
+        for path in (*self.folder.glob(f"{stem}*.safetensors"), *leftovers(self.folder, stem)):
             path.unlink(missing_ok=True)
         with suppress(OSError):
             self.folder.rmdir()  # if it is empty

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import time
 import warnings
 import zlib
 from collections.abc import Iterator
@@ -20,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic import LEFTOVERS, replacing
+from ..atomic import leftovers, replacing
 from .door import to_numpy
 
 FORMAT = 1
@@ -92,11 +91,9 @@ class TokenCache:
         """Delete the token files, and what a killed writer left an hour ago or more; returns how many, and how many
         bytes."""
         doomed = list(self.files())
-        for path in self.folder.glob(LEFTOVERS) if self.folder.is_dir() else ():
+        for path in leftovers(self.folder, age=3600):
             with suppress(FileNotFoundError):
-                status = path.stat()
-                if time.time() - status.st_mtime > 3600:  # a younger one may be someone's work
-                    doomed.append((path, status.st_size))
+                doomed.append((path, path.stat().st_size))
         for path, _ in doomed:
             path.unlink(missing_ok=True)
         return len(doomed), sum(size for _, size in doomed)
