@@ -482,6 +482,9 @@ def lab_run(
     at_once: AtOnce = None,
     address: Address = None,
     precision: Precision = "float32",
+    processes: Annotated[
+        int, typer.Option(help="Cells at a time, each in a process of its own; with engine population.")
+    ] = 1,
     spread: Annotated[
         bool, typer.Option("--spread", help="Score all runs on the test fold after selection, for the heatmap.")
     ] = False,
@@ -509,7 +512,14 @@ def lab_run(
 
     worker = make_engine(engine, protocol, at_once=at_once, address=address, precision=precision, device=device)
     summary = run_with_bar(
-        experiments, store, engine=worker, device=device, spread=spread, show=not (quiet or json_), say=not json_
+        experiments,
+        store,
+        engine=worker,
+        device=device,
+        spread=spread,
+        processes=processes,
+        show=not (quiet or json_),
+        say=not json_,
     )
     if json_:
         print_json(summary)
@@ -731,7 +741,7 @@ WORDS = {
     r"\b(id|time|target)_col=": r"--\1-col",
     r"`(id|time|target)_col`": r"--\1-col",
     r"`(horizon|lookback|degree|encoding|head|seed|gaps|freq|device|level|step)`": r"--\1",
-    r"`(tokens|trials|seeds|engine|at_once|address|precision|formats)`": r"--\1",
+    r"`(tokens|trials|seeds|engine|at_once|address|precision|processes|formats)`": r"--\1",
     r"`model`": "--models",
     r"--at_once": "--at-once",
     r"`n_tokens`": "--tokens",

@@ -98,9 +98,9 @@ class SearchBar:
         if self._bar is not None:
             self._bar.stop()
 
-    def restart(self) -> None:
+    def restart(self, trials: int) -> None:
         """Other searches begin."""
-        self.began = time.perf_counter()
+        self.trials, self.began = trials, time.perf_counter()
         self._now, self._first = {}, {}
         if self._bar is not None:
             self._bar.reset(self._task, total=self.trials)
@@ -112,7 +112,7 @@ class SearchBar:
         if self.show and self._bar is None:
             self._start()
         if self._bar is not None:
-            self._bar.update(self._task, completed=self.done, description=label, text=self.text())
+            self._bar.update(self._task, total=self.trials, completed=self.done, description=label, text=self.text())
 
     @property
     def done(self) -> int:

@@ -1,6 +1,7 @@
 """Experiments that take seconds: tiny networks, short windows, few samples."""
 
 import os
+import time
 
 from bsat.data import catalog
 from bsat.lab import Experiment, Protocol
@@ -27,7 +28,6 @@ def make_tiny(setitem, setattr_):
 def run_to_be_killed(folder, engine, trials, model="bsat"):
     """In a process of its own. Notes when a search begins to train, and every training that comes to its end."""
     import json
-    import time
     from pathlib import Path
 
     import torch
@@ -69,3 +69,43 @@ def run_to_be_killed(folder, engine, trials, model="bsat"):
         watcher=runner.Watcher(step=step, lost=lost),
     )
     note(end=True)
+
+
+def run_tiny(group, **choices):
+    """`run_experiments` in a process of its own, which knows nothing of what a test has changed."""
+    from bsat.lab import runner
+
+    if SPACES["paper"] is not SPACE:
+        make_tiny(dict.__setitem__, setattr)
+    return runner.run_experiments(group, **choices)
+
+
+def run_or_not(group, *, watcher, folder):
+    """Warns, fails or dies if that is the name of the encoding."""
+    import warnings
+
+    from bsat.data.download import DownloadError
+
+    watcher.scored(group[0], os.getpid())
+    word = group[0].encoding
+    if word == "lpe":
+        warnings.warn("take care", RuntimeWarning, stacklevel=1)
+    if word == "f-rope":
+        raise DownloadError("there is no room")
+    if word == "l-rope":
+        os._exit(3)
+    if word == "f-rope+lpe":
+        (folder / "alive").write_text(str(os.getpid()))
+        while True:
+            watcher.scored(group[0], os.getpid())
+            time.sleep(0.01)
+
+
+def watch_forever(folder):
+    """In a process that will be killed."""
+    from functools import partial
+
+    from bsat.lab.processes import run_side_by_side
+    from bsat.lab.runner import Watcher
+
+    run_side_by_side([[experiment("uds", "f-rope+lpe")]], 2, Watcher(), partial(run_or_not, folder=folder))

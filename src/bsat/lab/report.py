@@ -26,6 +26,7 @@ def run_with_bar(
     engine: Engine | Ray,
     device: str,
     spread: bool,
+    processes: int,
     show: bool,
     say: bool,
 ) -> dict[str, Any]:
@@ -33,29 +34,35 @@ def run_with_bar(
     from .runner import Watcher, run_experiments
 
     began, scored = time.perf_counter(), 0
-    last = began
     seeds = experiments[0].protocol.seeds
     bar = SearchBar(sum(e.trials for e in experiments) * len(seeds), show=show)
 
+    since: dict[Experiment, float] = {}
+
     def begin(searches: list[tuple[Experiment, int]]) -> None:
-        bar.trials = sum(e.trials for e, _ in searches)
-        bar.restart()
+        since.update((e, time.perf_counter()) for e, _ in searches)
+        if processes == 1:
+            bar.restart(sum(e.trials for e, _ in searches))
+        else:  # the store may have some seeds of a cell
+            bar.trials -= sum(e.trials for e in {e for e, _ in searches} for s in seeds if (e, s) not in searches)
 
     def step(now: Step) -> None:
         e = now.experiment
-        bar.update((e, now.seed), now.progress, f"{e.model} {e.tokens} {e.encoding}")
+        label = f"{e.model} {e.tokens} {e.encoding}" if processes == 1 else f"{processes} at once"
+        bar.update((e, now.seed), now.progress, label)
 
     def lost(experiment: Experiment, seed: int, items: list[Interrupted]) -> None:
         for item in items:
             print(f"bsat: note: {name_of(experiment)} seed {seed}: {item}", file=sys.stderr)
 
     def done(experiment: Experiment, count: int) -> None:
-        nonlocal scored, last
+        nonlocal scored
         scored += count
-        now = time.perf_counter()
+        if experiment not in since and processes > 1:  # the store has all of it
+            bar.trials -= experiment.trials * len(seeds)
         if say:
-            print(_line(folder, experiment, now - last), flush=True)
-        last = now
+            seconds = time.perf_counter() - since.get(experiment, time.perf_counter())
+            print(_line(folder, experiment, seconds), flush=True)
 
     if show:
         plan = (
@@ -69,6 +76,7 @@ def run_with_bar(
             engine=engine,
             device=device,
             spread=spread,
+            processes=processes,
             watcher=Watcher(begin=begin, step=step, lost=lost, scored=done),
         )
     runs = read(folder, curves=False)

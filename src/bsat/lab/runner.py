@@ -15,8 +15,8 @@ import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -51,12 +51,14 @@ from ..search.cluster import import_ray
 from ..search.contract import alone, import_optuna
 from ..search.study import read_search
 from ..tokens import Tokenizer
-from ..tokens.door import check_choice
+from ..tokens.door import check_choice, to_whole
 from ..train import TokenBatches, TrainConfig, evaluate
 from ..train.batches import fit_tokenizer
 from ..train.device import count_cores, find_device
+from ..train.pack import free_memory
 from ..train.population import Halving, Trained, Trial
 from .models import MODELS
+from .processes import run_side_by_side
 from .protocol import Experiment, Protocol
 from .runs import KEY, Run, Store, StoreError, read, select
 
@@ -139,6 +141,7 @@ def run_experiments(
     engine: Engine | Ray | None = None,
     device: str = "auto",
     spread: bool = False,
+    processes: int = 1,
     watcher: Watcher | None = None,
 ) -> Path:
     """Run what is not in the store yet, in the order given; returns the store's folder.
@@ -149,18 +152,31 @@ def run_experiments(
         engine: see `make_engine`; by default one trial after another.
         device: "auto", "cpu" or "cuda".
         spread: score all runs of a search on the test fold once it has selected, for the heatmap of spreads.
+        processes: experiments at a time, each in a process of its own; with engine `Population` only.
         watcher: who wants to hear of it.
     """
     if not experiments:
         raise ValueError("`experiments` must hold at least one; got none.")
-    where = find_device(device)
+    where, engine = find_device(device), engine or Local()
+    processes = to_whole(processes, "processes", 1)
+    if processes > 1 and not isinstance(engine, Population):
+        raise ValueError(
+            f"`processes` must be 1 with engine {engine.name!r}, which may have several trials `at_once`; got "
+            f"{processes}. Use engine 'population'."
+        )
     protocol = experiments[0].protocol
     with Store(folder, protocol) as store:
         for other in experiments:
             store.check(other)
-        laboratory = _Laboratory(store, engine or Local(), where, spread, watcher or Watcher())
-        for _, group in groupby(dict.fromkeys(experiments), key=laboratory.kin):
-            laboratory.run(list(group))
+        laboratory = _Laboratory(store, engine, where, spread, watcher or Watcher())
+        groups = [list(group) for _, group in groupby(dict.fromkeys(experiments), key=laboratory.kin)]
+        if isinstance(engine, Population) and processes > 1 and len(groups) > 1:
+            engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(where) / processes))
+            one = partial(run_experiments, folder=folder, engine=engine, device=device, spread=spread)
+            run_side_by_side(groups, processes, laboratory.watcher, one)
+        else:
+            for group in groups:
+                laboratory.run(group)
     return Path(folder)
 
 

@@ -331,7 +331,7 @@ class _Worker:
         self.line, other = context.Pipe()
         self.number = -1
         self.process = context.Process(target=_work, args=(other, threads), daemon=True)
-        with _uninterrupted():
+        with uninterrupted():
             self.process.start()
         other.close()  # so that its end is noticed
         self.answer(pack_up(data))
@@ -374,7 +374,7 @@ class _Line:
 
 
 @contextmanager
-def _uninterrupted() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """A terminal sends Ctrl-C to all processes; those that are started in here leave it to their parent."""
     if threading.current_thread() is not threading.main_thread():  # which alone may say so
         yield
