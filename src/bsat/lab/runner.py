@@ -157,7 +157,7 @@ def run_experiments(
     """
     if not experiments:
         raise ValueError("`experiments` must hold at least one; got none.")
-    where, engine = find_device(device), engine or Local()
+    where, engine, watcher = find_device(device), engine or Local(), watcher or Watcher()
     processes = to_whole(processes, "processes", 1)
     if processes > 1 and not isinstance(engine, Population):
         raise ValueError(
@@ -168,15 +168,16 @@ def run_experiments(
     with Store(folder, protocol) as store:
         for other in experiments:
             store.check(other)
-        laboratory = _Laboratory(store, engine, where, spread, watcher or Watcher())
+        laboratory = _Laboratory(store, engine, where, spread, watcher)
         groups = [list(group) for _, group in groupby(dict.fromkeys(experiments), key=laboratory.kin)]
-        if isinstance(engine, Population) and processes > 1 and len(groups) > 1:
-            engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(where) / processes))
-            one = partial(run_experiments, folder=folder, engine=engine, device=device, spread=spread)
-            run_side_by_side(groups, processes, laboratory.watcher, one)
-        else:
+        if processes == 1 or len(groups) == 1:
             for group in groups:
                 laboratory.run(group)
+            return Path(folder)
+    assert isinstance(engine, Population)
+    engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(where) / processes))
+    run = partial(run_experiments, folder=folder, engine=engine, device=device, spread=spread)
+    run_side_by_side(groups, processes, watcher, run)
     return Path(folder)
 
 
