@@ -154,13 +154,14 @@ class Fused:
 
     def _left(self, rows: int, columns: int) -> Tensor:
         """Room for two sums of each part and column."""
-        size = len(self.stack) * self._chunks(rows, columns) * 2 * columns
-        return torch.empty(size, dtype=torch.float64, device=self.grad.device)
+        form = len(self.stack), self._chunks(rows, columns), 2, columns
+        return torch.empty(form, dtype=torch.float64, device=self.grad.device)
 
-    def _add_left(self, left: Tensor, rows: int, columns: int, name: str) -> None:
+    def _add_left(self, left: Tensor, name: str) -> None:
         """Partial sums into the gradient of a bias."""
+        _, chunks, _, columns = left.shape
         with self._beside(left):
-            self._gather("add_left", columns, left, self.g[name], columns, self._chunks(rows, columns), self.size)
+            self._gather("add_left", columns, left, self.g[name], columns, chunks, self.size)
 
     def _add_rows(self, x: Tensor, name: str) -> None:
         """Sums over the rows (M, rows, columns) into the gradient of a parameter."""
@@ -193,24 +194,30 @@ class Fused:
         return self._product(x, self.w["head.project.weight"].mT, forecast), saved, x
 
     def _layer(self, i: int, x: Tensor, before: list[Tensor], batch: Batch, training: bool) -> tuple[Tensor, Saved]:
-        v, w, shape, size, name, at = self.v, self.w, self.shape, self.size, f"encoder.layers.{i}", sites(i)
-        rows = x.shape[1]
+        v, w, name, at = self.v, self.w, f"encoder.layers.{i}", sites(i)
         qkv = self._turned(i, x, batch.positions)
         mixed, spread = self.attention.forward([*before, qkv], training, at[0])
         z1 = self._product(mixed, w[f"{name}.attention.to_out.weight"].mT)
         x1, stats1 = self._norm(f"{name}.attention_norm", x, z1, v[f"{name}.attention.to_out.bias"], at[1], training)
-        u = self._product(x1, w[f"{name}.feed_forward.0.weight"].mT, own=2)
-        fed = torch.empty_like(u) if training else u
-        self._columns(
-            "gelu", rows, shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, self.feeds,
-            *self.noise.dropping(1, training), at[2], rows, shape.feed, size,
-        )  # fmt: skip
+        u, fed = self._gelu(f"{name}.feed_forward.0", x1, at[2], training)
         z2 = self._product(fed, w[f"{name}.feed_forward.3.weight"].mT, own=3)
         x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
         if not training:  # later layers still want the queries and keys; nobody wants the rest
             x = mixed = z1 = x1 = u = fed = z2 = x.new_empty(0)
         kept = fed if self.brief else None
         return x2, Saved(x, qkv, mixed, spread, z1, stats1, x1, u, kept, z2, stats2)  # type: ignore[arg-type]
+
+    def _gelu(self, name: str, x: Tensor, site: int, training: bool) -> tuple[Tensor | None, Tensor]:
+        """What goes into gelu (for the gradient), and drop(gelu) of it."""
+        weight, bias = self.w[f"{name}.weight"].mT, self.v[f"{name}.bias"]
+        masks = *self.noise.dropping(1, training), site
+        if isinstance(self.product, Products16):
+            return self.product.gelu(x, weight, bias, masks, self.feeds, keep=training)
+        u = self.product(x, weight)
+        _, rows, feed = u.shape
+        fed = torch.empty_like(u) if training else u
+        self._columns("gelu", rows, feed, u, bias, fed, *masks, rows, feed, self.size)
+        return u, fed
 
     def _turned(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
         """Queries and keys turned by the positions, and values."""
@@ -284,20 +291,12 @@ class Fused:
             self._held.clear()
 
     def _layer_grad(self, i: int, flow: Tensor, saved: list[Saved], turned: list[Tensor], batch: Batch) -> Tensor:
-        v, w, g, shape, size, name = self.v, self.w, self.g, self.shape, self.size, f"encoder.layers.{i}"
+        w, g, shape, size, name = self.w, self.g, self.shape, self.size, f"encoder.layers.{i}"
         at = sites(i)
         M, B, n = batch.positions.shape
         rows, d, s = B * n, shape.width, saved[i]
         side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
-        inner = self._product(side, w[f"{name}.feed_forward.3.weight"], own=2)
-        fed = torch.empty_like(inner) if s.fed is None else s.fed
-        left = self._left(rows, shape.feed)
-        self._columns(
-            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"],
-            fed if s.fed is None else None, left,
-            self.feeds, *self.noise.dropping(1, True), at[2], rows, shape.feed, size,
-        )  # fmt: skip
-        self._add_left(left, rows, shape.feed, f"{name}.feed_forward.0.bias")
+        inner, fed = self._gelu_grad(f"{name}.feed_forward", side, s, at[2])
         self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight", own=2)
         self._weight_grad(inner.mT, s.x1, f"{name}.feed_forward.0.weight", own=1)
         self._product(inner, w[f"{name}.feed_forward.0.weight"], flow, add=True, own=3)
@@ -324,6 +323,21 @@ class Fused:
         self._weight_grad(turned[i].mT, s.x, f"{name}.attention.to_qkv.weight")
         return self._product(turned[i], w[f"{name}.attention.to_qkv.weight"], flow, add=True)
 
+    def _gelu_grad(self, name: str, side: Tensor, s: Saved, site: int) -> tuple[Tensor, Tensor]:
+        """The gradient of what goes into gelu, from that of the feed-forward part's result; and drop(gelu)."""
+        weight, bias, masks = self.w[f"{name}.3.weight"], f"{name}.0.bias", (*self.noise.dropping(1, True), site)
+        if isinstance(self.product, Products16):
+            inner, left = self.product.gelu_grad(side, weight, s.u, masks, self.feeds)
+            assert s.fed is not None
+            fed = s.fed
+        else:
+            inner = self.product(side, weight)
+            _, rows, feed = inner.shape
+            fed, left = torch.empty_like(inner), self._left(rows, feed)
+            self._columns("gelu_grad", rows, feed, inner, s.u, self.v[bias], fed, left, *masks, rows, feed, self.size)
+        self._add_left(left, bias)
+        return inner, fed
+
     def _norm_grad(self, name: str, flow: Tensor, z: Tensor, stats: Tensor, bias: str, site: int) -> Tensor:
         """Turns `flow` into the gradient of x in x + drop(y + bias), and returns that of y."""
         _, rows, d = flow.shape
@@ -336,7 +350,7 @@ class Fused:
             "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], shares, side, left,
             *self.noise.dropping(0, True), site, rows, d, self.size,
         )  # fmt: skip
-        self._add_left(left, rows, d, bias)
+        self._add_left(left, bias)
         return side
 
     # ------------------------------------------------------------------------------------------------------- optimizer

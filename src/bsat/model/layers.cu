@@ -586,28 +586,22 @@ extern "C" __global__ void norm_grad(act* __restrict__ grad, const act* __restri
 
 // -------------------------------------------------------------------------------------------------------- feed-forward
 
-// The share of a standard normal below x, and its density there. With BRIEF to 2e-7 (Abramowitz and Stegun, 7.1.26).
+#if !BRIEF // else the products do it
+
+// The share of a standard normal below x, and its density there.
 struct Normal {
     float share, density;
     __device__ __forceinline__ Normal(float x) {
-#if BRIEF
-        const float fall = __expf(-0.5f * x * x), t = __fdividef(1.f, 1.f + 0.23164189f * fabsf(x));
-        const float tail = ((((0.530702714f * t - 0.726576013f) * t + 0.710706871f) * t - 0.142248368f) * t + 0.127414796f) * t * fall;
-        share = x < 0.f ? tail : 1.f - tail;
-        density = 0.3989422804014327f * fall;
-#else
         share = 0.5f * (1.f + erff(x * 0.70710678118654752f));
         density = 0.3989422804014327f * expf(-0.5f * x * x);
-#endif
     }
 };
 
 // out = drop(gelu(u + bias)). The mask goes by column first, so that it is the same whatever the width is padded to.
-// `feeds`, if it is not null, says where each model's own width ends; beyond it nothing is read or written.
-extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const int* feeds, const int* seeds,
-                                const int* step, const float* drop, int site, int rows, int width, int stride) {
+extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const int* seeds, const int* step,
+                                const float* drop, int site, int rows, int width, int stride) {
     const Tile<2> tile(rows, width);
-    if (tile.column >= (feeds == nullptr ? width : feeds[tile.member])) return;
+    if (tile.column >= width) return;
     const Drop keep(seeds, step, drop, site, tile.member);
     const float* add = bias + (long long)tile.member * stride + tile.column;
     const float add_a = add[0], add_b = add[1];
@@ -621,14 +615,14 @@ extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const
     }
 }
 
-// grad becomes that of u; out, if it is not null, is made once more; sums for that of the bias go to `left`.
+// grad becomes that of u; out is made once more; sums for the gradient of the bias go to `left`.
 extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restrict__ u, const float* bias,
-                                     act* __restrict__ out, double* left, const int* feeds, const int* seeds,
-                                     const int* step, const float* drop, int site, int rows, int width, int stride) {
+                                     act* __restrict__ out, double* left, const int* seeds, const int* step,
+                                     const float* drop, int site, int rows, int width, int stride) {
     const Tile<2> tile(rows, width);
     const Drop keep(seeds, step, drop, site, tile.member);
     few sum_a = 0, sum_b = 0;
-    if (tile.column < (feeds == nullptr ? width : feeds[tile.member])) {
+    if (tile.column < width) {
         const float* add = bias + (long long)tile.member * stride + tile.column;
         const float add_a = add[0], add_b = add[1];
 #pragma unroll 4
@@ -640,7 +634,7 @@ extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restri
             const Normal of_a(a), of_b(b);
             const float change_a = flow.a * kept_a * (of_a.share + a * of_a.density);
             const float change_b = flow.b * kept_b * (of_b.share + b * of_b.density);
-            if (out != nullptr) put(out + i, a * of_a.share * kept_a, b * of_b.share * kept_b);
+            put(out + i, a * of_a.share * kept_a, b * of_b.share * kept_b);
             put(grad + i, change_a, change_b);
             sum_a += change_a;
             sum_b += change_b;
@@ -648,6 +642,8 @@ extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restri
     }
     leave(sum_a, sum_b, 0, 0, width, left);
 }
+
+#endif
 
 // --------------------------------------------------------------------------------------------------------------- head
 
