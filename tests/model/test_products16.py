@@ -170,11 +170,11 @@ def unwritten():
 
 
 def limited(rows, depth, columns, kind, along):
-    """Three models, no numbers beyond the ends of two; their ends, and the exact product."""
+    """Three models, no numbers beyond the ends of two, if there are; their ends, and the exact product."""
     full = columns if along == 2 else depth
     ends = torch.tensor([full // 2 // 8 * 8, full, 8], dtype=torch.int32)
     a, b = factors(rows, depth, columns, kind, models=3)
-    for model, end in enumerate(ends):
+    for model, end in enumerate(ends if along else []):
         (b[model].mT if along == 2 else b[model])[end:] = NAN
     exact = a.double() @ (b if along == 2 else b.nan_to_num(0)).double()
     if along == 3:
@@ -250,3 +250,41 @@ def test_gelu_grad(rows, depth, columns):
     (slope,) = torch.autograd.grad(gelu(leaf).sum(), leaf)
     check_inside(inner, exact * kept * slope)
     check_sums(left[:, :, 0], exact * kept * slope)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@followed
+@pytest.mark.usefixtures("unwritten")
+def test_norm(rows, depth, columns, own):
+    """Also where depths differ; the sums are of numbers that are not rounded yet."""
+    a, weight, ends, exact = limited(rows, depth, columns, "nt", 3 if own else 0)
+    bias, x = draw(3, columns, dtype=WHOLE), draw(3, rows, columns)
+    told, kept = masks(exact)
+
+    def call(a, weight, bias, x, ends, *told):
+        return Products16(CPU).norm(a, weight, bias, x, (*told, SITE), limits=ends if own else None)
+
+    z, left = together(call, a, weight, bias, x, ends, *told)
+    exact = x.double() + (exact + bias[:, None].double()) * kept
+    check(z, exact)
+    check_sums(left[:, :, 0], exact)
+    check_sums(left[:, :, 1], exact**2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@followed
+@pytest.mark.usefixtures("unwritten")
+def test_flow(rows, depth, columns, own):
+    """The sums are of what others will read."""
+    a, weight, ends, exact = limited(rows, depth, columns, "nn", 3 if own else 0)
+    before, z, stats = draw(3, rows, columns), draw(3, rows, columns) + 3, draw(3, 2, columns, dtype=WHOLE)
+
+    def call(a, weight, before, z, stats, ends):
+        flow = before.clone()
+        return flow, Products16(CPU).flow(a, weight, flow, z, stats, limits=ends if own else None)
+
+    flow, left = together(call, a, weight, before, z, stats, ends)
+    check(flow, before.double() + exact)
+    check_sums(left[:, :, 0], flow.double())
+    mean, inverse = stats[:, :, None].double().unbind(1)
+    check_sums(left[:, :, 1], flow.double() * (z.double() - mean) * inverse)

@@ -4,7 +4,8 @@
 // them is that of the first model, and `stride` leads to the next. Sums over rows come in two steps, always in the same
 // order: blocks leave partial sums in double precision, and the kernel that needs them collects them.
 //
-// With BRIEF, activations and their gradients are kept in 16 bits; parameters and all arithmetic are float32 still.
+// With BRIEF, activations and their gradients are kept in 16 bits; parameters and all arithmetic are float32 still. Then
+// products do more themselves (product16.cu).
 
 #include "noise.cuh"
 #include "tensor.cuh"
@@ -439,6 +440,7 @@ extern "C" __global__ void rotate_left(const double* partial, float* bias_grad, 
 #define EPSILON 1e-5f
 #define MOMENTUM 0.1
 
+#if !BRIEF
 // z = x + drop(y + bias), into y, and sums of it and of its squares.
 extern "C" __global__ void norm_sums(const act* __restrict__ x, act* __restrict__ y, const float* bias,
                                      double* partial, const int* seeds, const int* step, const float* drop, int site,
@@ -463,6 +465,7 @@ extern "C" __global__ void norm_sums(const act* __restrict__ x, act* __restrict_
     }
     leave(sum_a, sum_b, squares_a, squares_b, d, partial);
 }
+#endif
 
 // From these sums, mean and inverse deviation over the rows, to stats (M, 2, d); mean and variance also go into the
 // running ones, as torch does it. The grid is (groups of columns, 1, M).
@@ -586,8 +589,7 @@ extern "C" __global__ void norm_grad(act* __restrict__ grad, const act* __restri
 
 // -------------------------------------------------------------------------------------------------------- feed-forward
 
-#if !BRIEF // else the products do it
-
+#if !BRIEF
 // The share of a standard normal below x, and its density there.
 struct Normal {
     float share, density;
@@ -642,7 +644,6 @@ extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restri
     }
     leave(sum_a, sum_b, 0, 0, width, left);
 }
-
 #endif
 
 // --------------------------------------------------------------------------------------------------------------- head

@@ -258,16 +258,22 @@ template <int COUNT> struct Totals {
         for (int f = 0; f < 8 * COUNT; f++) mine[f] = 0.f;
     }
 
+    __device__ __forceinline__ void add(int k, int j, float first, float second) {
+        mine[8 * k + 2 * j] += first;
+        mine[8 * k + 2 * j + 1] += second;
+    }
+
     // The block's go to left (M, tiles down, 2, columns), zeros beyond the model's own columns. For all threads.
     __device__ __forceinline__ void leave(const Place& place, float* shared, double* left, int columns) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
         // Over the eight rows of threads. Each exchange halves what a thread goes on with.
 #pragma unroll
-        for (int bit = 16; bit >= 4; bit /= 2) {
-            const int half = COUNT * bit / 4;
+        for (int step = 0; step < 3; step++) {
+            const int bit = 16 >> step, half = 4 * COUNT >> step;
             const bool high = lane & bit;
 #pragma unroll
-            for (int f = 0; f < half; f++) {
+            for (int f = 0; f < 4 * COUNT; f++) {
+                if (f >= half) continue;
                 const float got = __shfl_xor_sync(0xffffffffu, high ? mine[f] : mine[f + half], bit);
                 mine[f] = (high ? mine[f + half] : mine[f]) + got;
             }
@@ -293,11 +299,31 @@ template <int COUNT> struct Totals {
     }
 };
 
+// Coarse, and without a look at numbers below the least: those are 0.
+__device__ __forceinline__ float power_of_two(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return exp2f(x);
+#endif
+}
+__device__ __forceinline__ float reciprocal(float x) {
+#ifdef __CUDA_ARCH__
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+#else
+    return 1.f / x;
+#endif
+}
+
 // The share of a standard normal below x, to 2e-7 (Abramowitz and Stegun, 7.1.26), and its density there.
 struct Normal {
     float share, density;
     __device__ __forceinline__ Normal(float x) {
-        const float fall = __expf(-0.5f * x * x), t = __fdividef(1.f, 1.f + 0.23164189f * fabsf(x));
+        const float fall = power_of_two(-0.72134752f * x * x), t = reciprocal(1.f + 0.23164189f * fabsf(x));
         float tail = ((0.530702714f * t - 0.726576013f) * t + 0.710706871f) * t - 0.142248368f;
         tail = (tail * t + 0.127414796f) * t * fall;
         share = x < 0.f ? tail : 1.f - tail;
@@ -333,7 +359,8 @@ struct Gelu {
                 w[j] = pack(sums[r / 2][j][r % 2 * 2], sums[r / 2][j][r % 2 * 2 + 1]);
                 const unsigned k = first + 8 * j * rows + 8 * r;
                 const float a = lower(w[j]), b = upper(w[j]); // as the gradient will find them
-                bent[j] = pack(a * Normal(a).share * keep(k), b * Normal(b).share * keep(k + rows));
+                bent[j] = pack(a * Normal(a).share * (keep.stays(k) ? keep.scale : 0.f),
+                               b * Normal(b).share * (keep.stays(k + rows) ? keep.scale : 0.f));
             }
             if (u != nullptr) pieces.save(u, r, w);
             pieces.save(out, r, bent);
@@ -341,7 +368,7 @@ struct Gelu {
     }
 };
 
-// The sums are the gradient of its out; out = that of u, and its sums over rows are left.
+// The sums are the gradient of its out; out = that of u, and sums of it are left. In rows beyond the last, all is 0.
 struct GeluGrad {
     static const bool WHOLE = true;
     const bf16* u;
@@ -355,8 +382,7 @@ struct GeluGrad {
         if (!place.idle) {
             const Pieces pieces(place, (long long)rows * columns, columns);
             const Drop keep = masks.of(place.model);
-            const int m = place.m0 + threadIdx.x % 32 / 4;
-            const unsigned first = (unsigned)(place.n0 + threadIdx.x % 4 * 2) * rows + m;
+            const unsigned first = (unsigned)(place.n0 + threadIdx.x % 4 * 2) * rows + place.m0 + threadIdx.x % 32 / 4;
             const bf16* others[1] = {u};
             beside(others, pieces, [&](int r, const Words(&w)[1]) {
                 Words changes;
@@ -365,14 +391,90 @@ struct GeluGrad {
                     const unsigned k = first + 8 * j * rows + 8 * r;
                     const float a = lower(w[0][j]), b = upper(w[0][j]);
                     const Normal of_a(a), of_b(b);
-                    float x = sums[r / 2][j][r % 2 * 2] * keep(k) * (of_a.share + a * of_a.density);
-                    float y = sums[r / 2][j][r % 2 * 2 + 1] * keep(k + rows) * (of_b.share + b * of_b.density);
+                    const float slope_a = (of_a.share + a * of_a.density) * (keep.stays(k) ? keep.scale : 0.f);
+                    const float slope_b = (of_b.share + b * of_b.density) * (keep.stays(k + rows) ? keep.scale : 0.f);
+                    const float x = sums[r / 2][j][r % 2 * 2] * slope_a, y = sums[r / 2][j][r % 2 * 2 + 1] * slope_b;
                     changes[j] = pack(x, y);
-                    total.mine[2 * j] += m + 8 * r < rows ? x : 0.f;
-                    total.mine[2 * j + 1] += m + 8 * r < rows ? y : 0.f;
+                    total.add(0, j, x, y);
                 }
                 pieces.save(out, r, changes);
             });
+        }
+        total.leave(place, shared, left, columns);
+    }
+};
+
+// out = x + drop(the sums), and sums of it and of its squares are left.
+struct Norm {
+    static const bool WHOLE = true;
+    const bf16* x;
+    bf16* out;
+    double* left;
+    Masks masks;
+    int rows, columns;
+
+    __device__ __forceinline__ void operator()(Sums& sums, const Place& place, float* shared) const {
+        Totals<2> total;
+        if (!place.idle) {
+            const Pieces pieces(place, (long long)rows * columns, columns);
+            const Drop keep = masks.of(place.model);
+            const int m = place.m0 + threadIdx.x % 32 / 4;
+            const unsigned first = (unsigned)m * columns + place.n0 + threadIdx.x % 4 * 2;
+            const bf16* others[1] = {x};
+            beside(others, pieces, [&](int r, const Words(&w)[1]) {
+                const float scale = m + 8 * r < rows ? keep.scale : 0.f; // rows beyond have a bias, too
+                Words both;
+#pragma unroll
+                for (int j = 0; j < ACROSS; j++) {
+                    const unsigned k = first + 8 * r * columns + 8 * j;
+                    const float a = lower(w[0][j]) + sums[r / 2][j][r % 2 * 2] * (keep.stays(k) ? scale : 0.f);
+                    const float b = upper(w[0][j]) + sums[r / 2][j][r % 2 * 2 + 1] * (keep.stays(k + 1) ? scale : 0.f);
+                    both[j] = pack(a, b);
+                    total.add(0, j, a, b);
+                    total.add(1, j, a * a, b * b);
+                }
+                pieces.save(out, r, both);
+            });
+        }
+        total.leave(place, shared, left, columns);
+    }
+};
+
+// flow += the sums: the gradient of a norm's result. Sums of it are left, and of its products with what the norm had
+// made of z; stats (M, 2, columns) are its mean and inverse deviation. In rows beyond the last, all is 0.
+struct Flow {
+    static const bool WHOLE = true;
+    bf16* flow;
+    const bf16* z;
+    const float* stats;
+    double* left;
+    int rows, columns;
+
+    __device__ __forceinline__ void operator()(Sums& sums, const Place& place, float* shared) const {
+        Totals<2> total;
+        if (!place.idle) {
+            const Pieces pieces(place, (long long)rows * columns, columns);
+            const bf16* others[2] = {flow, z};
+            beside(others, pieces, [&](int r, const Words(&w)[2]) {
+                Words after;
+#pragma unroll
+                for (int j = 0; j < ACROSS; j++) {
+                    after[j] = pack(lower(w[0][j]) + sums[r / 2][j][r % 2 * 2],
+                                    upper(w[0][j]) + sums[r / 2][j][r % 2 * 2 + 1]);
+                    const float a = lower(after[j]), b = upper(after[j]); // as others will find them
+                    total.add(0, j, a, b);
+                    total.add(1, j, a * lower(w[1][j]), b * upper(w[1][j]));
+                }
+                pieces.save(flow, r, after);
+            });
+            // Only now, for want of registers: what a mean of many deviations costs here is less than it cost z.
+            const int n = place.n0 + threadIdx.x % 4 * 2;
+            const float* at = stats + (long long)place.model * 2 * columns + n;
+#pragma unroll
+            for (int f = 0; f < 8; f++) {
+                const int c = f / 2 * 8 + f % 2;
+                if (n + c < columns) total.mine[8 + f] = (total.mine[8 + f] - at[c] * total.mine[f]) * at[columns + c];
+            }
         }
         total.leave(place, shared, left, columns);
     }
@@ -412,7 +514,8 @@ __device__ __forceinline__ void product(FACTORS, int slice, const Finish& finish
     A += (long long)model * a_model;
     B += (long long)model * b_model;
 
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    // Told by one thread to the others, the compiler knows that a warp is idle as one: no shuffle is written twice.
+    const int lane = threadIdx.x % 32, warp = __shfl_sync(0xffffffffu, threadIdx.x / 32, 0);
     const int warp_row = warp / WARPS_ACROSS * WARP_ROWS, warp_column = warp % WARPS_ACROSS * WARP_COLUMNS;
     const int m0 = row0 + warp_row, n0 = column0 + warp_column;
     const bool idle = m0 >= rows || n0 >= columns;
@@ -513,6 +616,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) product_nt_gelu(
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     product_nn_gelu_grad(FACTORS, const bf16* u, bf16* out, double* left, MASKS) {
     product<false, false, true>(GIVEN, depth, GeluGrad{u, out, left, {seeds, step, drop, site}, rows, columns});
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    product_nt_norm(FACTORS, const bf16* x, bf16* out, double* left, MASKS) {
+    product<false, true, true>(GIVEN, depth, Norm{x, out, left, {seeds, step, drop, site}, rows, columns});
+}
+extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
+    product_nn_flow(FACTORS, bf16* flow, const bf16* z, const float* stats, double* left) {
+    product<false, false, true>(GIVEN, depth, Flow{flow, z, stats, left, rows, columns});
 }
 
 // Adds up the slices of each model, in order. The grid is (blocks, M).

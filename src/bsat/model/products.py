@@ -206,6 +206,25 @@ class Products16:
         self._follow("nn_gelu_grad", grad, weight, (u, out, left, *masks), limits=limits, along=2)
         return out, left
 
+    def norm(
+        self, a: Tensor, weight: Tensor, bias: Tensor, x: Tensor, masks: Masks, *, limits: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """z = x + drop(a @ weight + bias), up to each model's own depth; and sums of it and of its squares."""
+        z, left = self._room(a, weight), self._left(a, weight)
+        self._follow("nt_norm", a, weight, (x, z, left, *masks), bias=bias, limits=limits, along=3)
+        return z, left
+
+    def flow(
+        self, a: Tensor, weight: Tensor, flow: Tensor, z: Tensor, stats: Tensor, *, limits: Tensor | None = None
+    ) -> Tensor:
+        """Adds a @ weight to `flow`, up to each model's own depth. Returns sums of what that makes, and of its products
+        with z, less the mean and times the inverse deviation of `stats` (M, 2, s)."""
+        left = self._left(a, weight)
+        assert stats.shape == (left.shape[0], 2, left.shape[3])
+        assert stats.is_contiguous()
+        self._follow("nn_flow", a, weight, (flow, z, stats, left), limits=limits, along=3)
+        return left
+
     def _follow(
         self, name: str, a: Tensor, b: Tensor, own: Sequence[Tensor | int | None], *, bias: Tensor | None = None,
         limits: Tensor | None = None, along: int = 0,
