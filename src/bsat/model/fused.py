@@ -59,6 +59,7 @@ class Saved:
     stats1: Tensor
     x1: Tensor
     u: Tensor
+    """what goes into gelu; in float32 without its bias"""
     fed: Tensor | None
     """made again if it is not kept"""
     z2: Tensor

@@ -42,13 +42,16 @@
 #define DOWN (WARP_ROWS / 16)
 #define ACROSS (WARP_COLUMNS / 8)
 
-// Of a warp, a thread's: of the eight columns j, two of row r / 2 * 16 + r % 2 * 8 are [r / 2][j][r % 2 * 2...].
+// A thread's of a warp, as `multiply` has them.
 typedef float Sums[DOWN][ACROSS][4];
 typedef unsigned Words[4];
 
-// What a warp takes of C, within the model's limits. idle: nothing.
+// That of the thread's row r, of 2 DOWN that are 8 apart, and of the eight columns j, column e of its two.
+__device__ __forceinline__ float& at(Sums& sums, int r, int j, int e) { return sums[r / 2][j][r % 2 * 2 + e]; }
+
+// Where in C a block begins, where a warp, and where the model ends. idle: the warp has nothing.
 struct Place {
-    int model, m0, n0, rows, columns;
+    int model, row0, column0, m0, n0, rows, columns;
     bool idle;
 };
 
@@ -184,8 +187,8 @@ __device__ __forceinline__ void store_eights(Sums& sums, bf16* C, const Pieces& 
             Pieces::open(w, before[r]);
 #pragma unroll
             for (int j = 0; j < ACROSS; j++) {
-                sums[r / 2][j][r % 2 * 2] += lower(w[j]);
-                sums[r / 2][j][r % 2 * 2 + 1] += upper(w[j]);
+                at(sums, r, j, 0) += lower(w[j]);
+                at(sums, r, j, 1) += upper(w[j]);
             }
         }
     }
@@ -193,7 +196,7 @@ __device__ __forceinline__ void store_eights(Sums& sums, bf16* C, const Pieces& 
     for (int r = 0; r < 2 * DOWN; r++) {
         Words w;
 #pragma unroll
-        for (int j = 0; j < ACROSS; j++) w[j] = pack(sums[r / 2][j][r % 2 * 2], sums[r / 2][j][r % 2 * 2 + 1]);
+        for (int j = 0; j < ACROSS; j++) w[j] = pack(at(sums, r, j, 0), at(sums, r, j, 1));
         pieces.save(C, r, w);
     }
 }
@@ -249,7 +252,8 @@ __device__ __forceinline__ void beside(const bf16* const (&others)[COUNT], const
     }
 }
 
-// Sums over rows of COUNT numbers a column: [8 k + 2 j + e] is that of number k in column e of a thread's two of eight j.
+// Sums over rows of COUNT numbers a column: [8 k + 2 j + e] is that of number k, and of the eight columns j, column e of
+// the thread's two.
 template <int COUNT> struct Totals {
     float mine[8 * COUNT];
 
@@ -286,16 +290,14 @@ template <int COUNT> struct Totals {
             to[f / 8 * WIDE + f % 8 / 2 * 8 + 2 * t + f % 2] = mine[c];
         }
         __syncthreads();
-        const int across = (columns + WIDE - 1) / WIDE, down = gridDim.x / across;
-        for (int v = threadIdx.x; v < COUNT * WIDE; v += THREADS) {
-            const int k = v / WIDE, column = blockIdx.x % across * WIDE + v % WIDE;
-            if (column >= columns) continue;
-            double sum = 0.0;
+        static_assert(COUNT * WIDE <= THREADS, "a thread for each sum");
+        const int k = threadIdx.x / WIDE, column = place.column0 + threadIdx.x % WIDE;
+        if (k >= COUNT || column >= columns) return;
+        double sum = 0.0;
 #pragma unroll
-            for (int w = 0; w < TALL / WARP_ROWS; w++) sum += shared[w * COUNT * WIDE + v];
-            left[(((long long)place.model * down + blockIdx.x / across) * 2 + k) * columns + column] =
-                column < place.columns ? sum : 0.0;
-        }
+        for (int w = 0; w < TALL / WARP_ROWS; w++) sum += shared[w * COUNT * WIDE + threadIdx.x];
+        const long long tile = (long long)place.model * ((place.rows + TALL - 1) / TALL) + place.row0 / TALL;
+        left[(2 * tile + k) * columns + column] = column < place.columns ? sum : 0.0;
     }
 };
 
@@ -356,11 +358,10 @@ struct Gelu {
             Words w, bent;
 #pragma unroll
             for (int j = 0; j < ACROSS; j++) {
-                w[j] = pack(sums[r / 2][j][r % 2 * 2], sums[r / 2][j][r % 2 * 2 + 1]);
+                w[j] = pack(at(sums, r, j, 0), at(sums, r, j, 1));
                 const unsigned k = first + 8 * j * rows + 8 * r;
                 const float a = lower(w[j]), b = upper(w[j]); // as the gradient will find them
-                bent[j] = pack(a * Normal(a).share * (keep.stays(k) ? keep.scale : 0.f),
-                               b * Normal(b).share * (keep.stays(k + rows) ? keep.scale : 0.f));
+                bent[j] = pack(a * Normal(a).share * keep.straight(k), b * Normal(b).share * keep.straight(k + rows));
             }
             if (u != nullptr) pieces.save(u, r, w);
             pieces.save(out, r, bent);
@@ -391,9 +392,8 @@ struct GeluGrad {
                     const unsigned k = first + 8 * j * rows + 8 * r;
                     const float a = lower(w[0][j]), b = upper(w[0][j]);
                     const Normal of_a(a), of_b(b);
-                    const float slope_a = (of_a.share + a * of_a.density) * (keep.stays(k) ? keep.scale : 0.f);
-                    const float slope_b = (of_b.share + b * of_b.density) * (keep.stays(k + rows) ? keep.scale : 0.f);
-                    const float x = sums[r / 2][j][r % 2 * 2] * slope_a, y = sums[r / 2][j][r % 2 * 2 + 1] * slope_b;
+                    const float x = at(sums, r, j, 0) * keep.straight(k) * (of_a.share + a * of_a.density);
+                    const float y = at(sums, r, j, 1) * keep.straight(k + rows) * (of_b.share + b * of_b.density);
                     changes[j] = pack(x, y);
                     total.add(0, j, x, y);
                 }
@@ -417,18 +417,19 @@ struct Norm {
         Totals<2> total;
         if (!place.idle) {
             const Pieces pieces(place, (long long)rows * columns, columns);
-            const Drop keep = masks.of(place.model);
+            const Drop usual = masks.of(place.model);
             const int m = place.m0 + threadIdx.x % 32 / 4;
             const unsigned first = (unsigned)m * columns + place.n0 + threadIdx.x % 4 * 2;
             const bf16* others[1] = {x};
             beside(others, pieces, [&](int r, const Words(&w)[1]) {
-                const float scale = m + 8 * r < rows ? keep.scale : 0.f; // rows beyond have a bias, too
+                Drop keep = usual;
+                if (m + 8 * r >= rows) keep.scale = 0.f; // nothing of the bias
                 Words both;
 #pragma unroll
                 for (int j = 0; j < ACROSS; j++) {
                     const unsigned k = first + 8 * r * columns + 8 * j;
-                    const float a = lower(w[0][j]) + sums[r / 2][j][r % 2 * 2] * (keep.stays(k) ? scale : 0.f);
-                    const float b = upper(w[0][j]) + sums[r / 2][j][r % 2 * 2 + 1] * (keep.stays(k + 1) ? scale : 0.f);
+                    const float a = lower(w[0][j]) + at(sums, r, j, 0) * keep.straight(k);
+                    const float b = upper(w[0][j]) + at(sums, r, j, 1) * keep.straight(k + 1);
                     both[j] = pack(a, b);
                     total.add(0, j, a, b);
                     total.add(1, j, a * a, b * b);
@@ -459,21 +460,19 @@ struct Flow {
                 Words after;
 #pragma unroll
                 for (int j = 0; j < ACROSS; j++) {
-                    after[j] = pack(lower(w[0][j]) + sums[r / 2][j][r % 2 * 2],
-                                    upper(w[0][j]) + sums[r / 2][j][r % 2 * 2 + 1]);
+                    after[j] = pack(lower(w[0][j]) + at(sums, r, j, 0), upper(w[0][j]) + at(sums, r, j, 1));
                     const float a = lower(after[j]), b = upper(after[j]); // as others will find them
                     total.add(0, j, a, b);
                     total.add(1, j, a * lower(w[1][j]), b * upper(w[1][j]));
                 }
                 pieces.save(flow, r, after);
             });
-            // Only now, for want of registers: what a mean of many deviations costs here is less than it cost z.
-            const int n = place.n0 + threadIdx.x % 4 * 2;
-            const float* at = stats + (long long)place.model * 2 * columns + n;
+            // Only now, for want of registers. A mean far from 0 takes digits here, but took more when z was rounded.
+            const float *mean = stats + (long long)place.model * 2 * columns, *inverse = mean + columns;
 #pragma unroll
             for (int f = 0; f < 8; f++) {
-                const int c = f / 2 * 8 + f % 2;
-                if (n + c < columns) total.mine[8 + f] = (total.mine[8 + f] - at[c] * total.mine[f]) * at[columns + c];
+                const int n = place.n0 + f / 2 * 8 + threadIdx.x % 4 * 2 + f % 2;
+                if (n < columns) total.mine[8 + f] = (total.mine[8 + f] - mean[n] * total.mine[f]) * inverse[n];
             }
         }
         total.leave(place, shared, left, columns);
@@ -582,7 +581,7 @@ __device__ __forceinline__ void product(FACTORS, int slice, const Finish& finish
         next = next + 1 == STAGES ? 0 : next + 1;
     }
 
-    finish(sums, Place{model, m0, n0, rows, columns, idle}, (float*)a_tiles);
+    finish(sums, Place{model, row0, column0, m0, n0, rows, columns, idle}, (float*)a_tiles);
 }
 
 #define PARAMETERS                                                                                                     \
