@@ -267,7 +267,7 @@ template <int COUNT> struct Totals {
         mine[8 * k + 2 * j + 1] += second;
     }
 
-    // The block's go to left (M, tiles down, 2, columns), zeros beyond the model's own columns. For all threads.
+    // The block's go to left (M, tiles down, 2, columns), also those beyond the model's own columns. For all threads.
     __device__ __forceinline__ void leave(const Place& place, float* shared, double* left, int columns) {
         const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4, warp = threadIdx.x / 32;
         // Over the eight rows of threads. Each exchange halves what a thread goes on with.
@@ -297,7 +297,7 @@ template <int COUNT> struct Totals {
 #pragma unroll
         for (int w = 0; w < TALL / WARP_ROWS; w++) sum += shared[w * COUNT * WIDE + threadIdx.x];
         const long long tile = (long long)place.model * ((place.rows + TALL - 1) / TALL) + place.row0 / TALL;
-        left[(2 * tile + k) * columns + column] = column < place.columns ? sum : 0.0;
+        left[(2 * tile + k) * columns + column] = sum;
     }
 };
 
@@ -369,7 +369,8 @@ struct Gelu {
     }
 };
 
-// The sums are the gradient of its out; out = that of u, and sums of it are left. In rows beyond the last, all is 0.
+// The sums are the gradient of its out; out = that of u, and sums of it are left. Beyond the last row, and the model's
+// own columns, all is 0.
 struct GeluGrad {
     static const bool WHOLE = true;
     const bf16* u;
@@ -442,7 +443,7 @@ struct Norm {
 };
 
 // flow += the sums: the gradient of a norm's result. Sums of it are left, and of its products with what the norm had
-// made of z; stats (M, 2, columns) are its mean and inverse deviation. In rows beyond the last, all is 0.
+// made of z; stats (M, 2, columns) are its mean and inverse deviation. Beyond the last row, all is 0.
 struct Flow {
     static const bool WHOLE = true;
     bf16* flow;
