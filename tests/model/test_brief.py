@@ -12,7 +12,7 @@ import cuda_on_cpu
 from bsat import nvrtc
 from bsat.model import fused, stacked
 from bsat.model.fused import Fused
-from bsat.model.stacked import Batch
+from bsat.model.stacked import Batch, Noise
 
 CASES = {
     "two layers, l-rope+lpe": {"d_model": 32, "n_heads": 4},
@@ -105,6 +105,31 @@ def test_a_narrow_network_gets_the_same_beside_a_wide_one():
         assert torch.isfinite(g).all()
         if g.is_floating_point() and "running" not in name:
             torch.testing.assert_close(g, b_grads[name], rtol=0.05, atol=0.02 * float(b_grads[name].abs().max()))
+
+
+def test_a_network_gets_the_same_bits_whoever_is_beside_it():
+    """Forecast, statistics and gradient; and again in a second pass."""
+    side = make_side(factors=(2, 2), count=5, d_model=16, n_heads=2)
+    noise = make_noise(2)
+
+    def step(networks, some):
+        stack = stack_up(networks)
+        shares = Noise(noise.seeds[some], noise.step, noise.shares[:, some].contiguous())
+        kernels = Fused(stack, shares, brief=True)
+        batch = Batch(side.batch.values[some], side.batch.positions[some], None)
+        found = []
+        for _ in range(2):
+            got, saved, last = kernels.forward(batch, training=True)
+            kernels.backward(got.bfloat16(), saved, last, batch)
+            found.append((got, kernels.grad.clone()))
+        assert torch.equal(found[0][0], found[1][0])
+        assert torch.equal(found[0][1], found[1][1])
+        return got, kernels.grad, stack.running
+
+    together = step(side.networks, slice(0, 2))
+    for m, network in enumerate(side.networks):
+        for one, all_ in zip(step([network], slice(m, m + 1)), together, strict=True):
+            assert torch.equal(one[0], all_[m])
 
 
 @pytest.mark.parametrize(

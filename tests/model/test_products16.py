@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from torch.nn.functional import gelu
 
 import cuda_on_cpu
 from bsat import nvrtc
 from bsat.model.products import Products16
+from bsat.model.stacked import Noise
 
 CPU = torch.device("cpu")
 HALF, WHOLE = torch.bfloat16, torch.float32
@@ -144,3 +146,145 @@ def test_limits(rows, depth, columns, along, kind):
         Products16(CPU)(a, b, out=out, bias=bias, limits=limits, along=along)
         check(out[inside], (exact + bias[:, None].double())[inside])
         assert (out[~inside] == 7).all()
+
+
+# ---- and what follows them -------------------------------------------------------------------------------------------
+
+FOLLOWED = [(70, 24, 24), (130, 16, 136), (72, 24, 48), (150, 24, 120)]
+SITE = 6
+followed = pytest.mark.parametrize(("rows", "depth", "columns"), FOLLOWED)
+
+
+def test_all_tiles_are_followed():
+    cuts = [Products16.cut(rows, columns, depth, whole=True) for rows, depth, columns in FOLLOWED]
+    assert {tile for tile, *_ in cuts} == set(Products16.TILES)
+    assert max(tiles for _, tiles, *_ in cuts) == 9
+
+
+@pytest.fixture
+def unwritten():
+    """Memory that nobody has written to is no number."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def limited(rows, depth, columns, kind, along):
+    """Three models, no numbers beyond the ends of two, if there are; their ends, and the exact product."""
+    full = columns if along == 2 else depth
+    ends = torch.tensor([full // 2 // 8 * 8, full, 8], dtype=torch.int32)
+    a, b = factors(rows, depth, columns, kind, models=3)
+    for model, end in enumerate(ends if along else []):
+        (b[model].mT if along == 2 else b[model])[end:] = NAN
+    exact = a.double() @ (b if along == 2 else b.nan_to_num(0)).double()
+    if along == 3:
+        a[b[:, :, :1].mT.isnan().expand_as(a)] = NAN
+    return a, b, ends, exact
+
+
+def draw(*form, dtype=HALF):
+    return torch.randn(form, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def masks(like, *, columns_first=False):
+    """What kernels are told of them, and the factors that they are; the second model has none."""
+    noise = Noise(torch.tensor([3, 5, 9]).int(), torch.tensor([7]).int(), torch.tensor([[0.3, 0.0, 0.5]]))
+    factors = noise(torch.ones(like.shape), SITE, 0, columns_first=columns_first)
+    assert 0 < (factors == 0).sum() < factors.numel() / 2
+    return noise.dropping(0, True), factors.double()
+
+
+def check_inside(found, exact):
+    """And that the rest is not written."""
+    assert torch.equal(found.isnan(), exact.isnan())
+    check(found.nan_to_num(0), exact.nan_to_num(0))
+
+
+def check_sums(left, exact):
+    """Over rows; zeros beyond a model's columns."""
+    exact = exact.nan_to_num(0)
+    torch.testing.assert_close(left.sum(1), exact.sum(1), rtol=0, atol=1e-6 * float(exact.abs().sum(1).max()))
+    assert (left.sum(1)[(exact == 0).all(1)] == 0).all()
+
+
+def together(call, *given):
+    """The results of all models; each gets the same bits alone."""
+    found = call(*given)
+    for model in range(3):
+        alone = call(*(x[model : model + 1] if x.shape[0] == 3 else x for x in given))
+        for one, all_ in zip(alone, found, strict=True):
+            torch.testing.assert_close(one[0], all_[model], rtol=0, atol=0, equal_nan=True)
+    return found
+
+
+@followed
+@pytest.mark.usefixtures("unwritten")
+def test_gelu(rows, depth, columns):
+    """What the gradient will see is what gelu saw."""
+    x, weight, ends, exact = limited(rows, depth, columns, "nt", 2)
+    bias = draw(3, columns, dtype=WHOLE)
+    told, kept = masks(exact, columns_first=True)
+
+    def call(x, weight, bias, ends, *told, keep=True):
+        return Products16(CPU).gelu(x, weight, bias, (*told, SITE), ends, keep=keep)
+
+    u, fed = together(call, x, weight, bias, ends, *told)
+    check_inside(u, exact + bias[:, None].double())
+    check_inside(fed, gelu(u.double()) * kept)
+    nothing, still = call(x, weight, bias, ends, *told[:2], None, keep=False)
+    assert nothing is None
+    check_inside(still, gelu(u.double()))
+
+
+@followed
+@pytest.mark.usefixtures("unwritten")
+def test_gelu_grad(rows, depth, columns):
+    grad, weight, ends, exact = limited(rows, depth, columns, "nn", 2)
+    u = draw(3, rows, columns)
+    told, kept = masks(exact, columns_first=True)
+    inner, left = together(
+        lambda grad, weight, u, ends, *told: Products16(CPU).gelu_grad(grad, weight, u, (*told, SITE), ends),
+        *(grad, weight, u, ends, *told),
+    )
+    leaf = u.double().requires_grad_()
+    (slope,) = torch.autograd.grad(gelu(leaf).sum(), leaf)
+    check_inside(inner, exact * kept * slope)
+    check_sums(left[:, :, 0], exact * kept * slope)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@followed
+@pytest.mark.usefixtures("unwritten")
+def test_norm(rows, depth, columns, own):
+    """Also where depths differ; the sums are of numbers that are not rounded yet."""
+    a, weight, ends, exact = limited(rows, depth, columns, "nt", 3 if own else 0)
+    bias, x = draw(3, columns, dtype=WHOLE), draw(3, rows, columns)
+    told, kept = masks(exact)
+
+    def call(a, weight, bias, x, ends, *told):
+        return Products16(CPU).norm(a, weight, bias, x, (*told, SITE), limits=ends if own else None)
+
+    z, left = together(call, a, weight, bias, x, ends, *told)
+    exact = x.double() + (exact + bias[:, None].double()) * kept
+    check(z, exact)
+    check_sums(left[:, :, 0], exact)
+    check_sums(left[:, :, 1], exact**2)
+
+
+@pytest.mark.parametrize("own", [True, False])
+@followed
+@pytest.mark.usefixtures("unwritten")
+def test_flow(rows, depth, columns, own):
+    """The sums are of what others will read."""
+    a, weight, ends, exact = limited(rows, depth, columns, "nn", 3 if own else 0)
+    before, z, stats = draw(3, rows, columns), draw(3, rows, columns) + 3, draw(3, 2, columns, dtype=WHOLE)
+
+    def call(a, weight, before, z, stats, ends):
+        flow = before.clone()
+        return flow, Products16(CPU).flow(a, weight, flow, z, stats, limits=ends if own else None)
+
+    flow, left = together(call, a, weight, before, z, stats, ends)
+    check(flow, before.double() + exact)
+    check_sums(left[:, :, 0], flow.double())
+    mean, inverse = stats[:, :, None].double().unbind(1)
+    check_sums(left[:, :, 1], flow.double() * (z.double() - mean) * inverse)

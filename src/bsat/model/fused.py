@@ -59,6 +59,7 @@ class Saved:
     stats1: Tensor
     x1: Tensor
     u: Tensor
+    """what goes into gelu; in float32 without its bias"""
     fed: Tensor | None
     """made again if it is not kept"""
     z2: Tensor
@@ -102,7 +103,6 @@ class Fused:
         self._meanwhile = False
         self._held: list[Tensor] = []
         self.fixed_base = torch.full((1,), BASE, device=device).log() if shape.rotary and not shape.learned else None
-        self.partial = torch.empty(M * CHUNKS * 2 * shape.width, dtype=torch.float64, device=device)
         self.squares = torch.empty(M, 256, dtype=torch.float64, device=device)
 
     # ------------------------------------------------------------------------------------------------------- launching
@@ -154,13 +154,14 @@ class Fused:
 
     def _left(self, rows: int, columns: int) -> Tensor:
         """Room for two sums of each part and column."""
-        size = len(self.stack) * self._chunks(rows, columns) * 2 * columns
-        return torch.empty(size, dtype=torch.float64, device=self.grad.device)
+        form = len(self.stack), self._chunks(rows, columns), 2, columns
+        return torch.empty(form, dtype=torch.float64, device=self.grad.device)
 
-    def _add_left(self, left: Tensor, rows: int, columns: int, name: str) -> None:
+    def _add_left(self, left: Tensor, name: str) -> None:
         """Partial sums into the gradient of a bias."""
+        _, chunks, _, columns = left.shape
         with self._beside(left):
-            self._gather("add_left", columns, left, self.g[name], columns, self._chunks(rows, columns), self.size)
+            self._gather("add_left", columns, left, self.g[name], columns, chunks, self.size)
 
     def _add_rows(self, x: Tensor, name: str) -> None:
         """Sums over the rows (M, rows, columns) into the gradient of a parameter."""
@@ -193,24 +194,30 @@ class Fused:
         return self._product(x, self.w["head.project.weight"].mT, forecast), saved, x
 
     def _layer(self, i: int, x: Tensor, before: list[Tensor], batch: Batch, training: bool) -> tuple[Tensor, Saved]:
-        v, w, shape, size, name, at = self.v, self.w, self.shape, self.size, f"encoder.layers.{i}", sites(i)
-        rows = x.shape[1]
+        name, at = f"encoder.layers.{i}", sites(i)
         qkv = self._turned(i, x, batch.positions)
         mixed, spread = self.attention.forward([*before, qkv], training, at[0])
-        z1 = self._product(mixed, w[f"{name}.attention.to_out.weight"].mT)
-        x1, stats1 = self._norm(f"{name}.attention_norm", x, z1, v[f"{name}.attention.to_out.bias"], at[1], training)
-        u = self._product(x1, w[f"{name}.feed_forward.0.weight"].mT, own=2)
-        fed = torch.empty_like(u) if training else u
-        self._columns(
-            "gelu", rows, shape.feed, u, v[f"{name}.feed_forward.0.bias"], fed, self.feeds,
-            *self.noise.dropping(1, training), at[2], rows, shape.feed, size,
-        )  # fmt: skip
-        z2 = self._product(fed, w[f"{name}.feed_forward.3.weight"].mT, own=3)
-        x2, stats2 = self._norm(f"{name}.feed_forward_norm", x1, z2, v[f"{name}.feed_forward.3.bias"], at[3], training)
+        x1, z1, stats1 = self._norm(f"{name}.attention_norm", x, mixed, f"{name}.attention.to_out", at[1], training)
+        u, fed = self._gelu(f"{name}.feed_forward.0", x1, at[2], training)
+        x2, z2, stats2 = self._norm(
+            f"{name}.feed_forward_norm", x1, fed, f"{name}.feed_forward.3", at[3], training, own=3
+        )
         if not training:  # later layers still want the queries and keys; nobody wants the rest
             x = mixed = z1 = x1 = u = fed = z2 = x.new_empty(0)
         kept = fed if self.brief else None
         return x2, Saved(x, qkv, mixed, spread, z1, stats1, x1, u, kept, z2, stats2)  # type: ignore[arg-type]
+
+    def _gelu(self, name: str, x: Tensor, site: int, training: bool) -> tuple[Tensor | None, Tensor]:
+        """What goes into gelu (for the gradient), and drop(gelu) of it."""
+        weight, bias = self.w[f"{name}.weight"].mT, self.v[f"{name}.bias"]
+        masks = *self.noise.dropping(1, training), site
+        if isinstance(self.product, Products16):
+            return self.product.gelu(x, weight, bias, masks, self.feeds, keep=training)
+        u = self.product(x, weight)
+        _, rows, feed = u.shape
+        fed = torch.empty_like(u) if training else u
+        self._columns("gelu", rows, feed, u, bias, fed, *masks, rows, feed, self.size)
+        return u, fed
 
     def _turned(self, i: int, x: Tensor, positions: Tensor) -> Tensor:
         """Queries and keys turned by the positions, and values."""
@@ -237,22 +244,27 @@ class Fused:
         return self.fixed_base, 0
 
     def _norm(
-        self, name: str, x: Tensor, y: Tensor, bias: Tensor, site: int, training: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Batch norm of x + drop(y + bias); in training y becomes that sum, otherwise the result."""
+        self, name: str, x: Tensor, a: Tensor, linear: str, site: int, training: bool, *, own: int = 0
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Batch norm of z = x + drop(a @ weight + bias); in training also z and its statistics, for the gradient."""
         M, rows, d = x.shape
+        y_weight, y_bias = self.w[f"{linear}.weight"].mT, self.v[f"{linear}.bias"]
         mean, var = self.running[f"{name}.running_mean"], self.running[f"{name}.running_var"]
         weight, shift, stride = self.v[f"{name}.weight"], self.v[f"{name}.bias"], self.stack.running.shape[1]
         if not training:
-            self._each("norm_still", rows * d, x, y, bias, mean, var, weight, shift, rows, d, self.size, stride)
-            return y, None
+            y = self._product(a, y_weight, own=own)
+            self._each("norm_still", rows * d, x, y, y_bias, mean, var, weight, shift, rows, d, self.size, stride)
+            return y, None, None
+        masks = *self.noise.dropping(0, True), site
+        if isinstance(self.product, Products16):
+            z, left = self.product.norm(a, y_weight, y_bias, x, masks, limits=self.feeds if own else None)
+        else:
+            z, left = self.product(a, y_weight), self._left(rows, d)
+            self._columns("norm_sums", rows, d, x, z, y_bias, left, *masks, rows, d, self.size)
         stats, out = x.new_empty(M, 2, d, dtype=torch.float32), torch.empty_like(x)
-        self._columns(
-            "norm_sums", rows, d, x, y, bias, self.partial, *self.noise.dropping(0, True), site, rows, d, self.size
-        )
-        self._gather("norm_stats", d, self.partial, self._chunks(rows, d), stats, mean, var, rows, d, stride)
-        self._columns("norm_apply", rows, d, y, stats, weight, shift, out, rows, d, self.size)
-        return out, stats
+        self._gather("norm_stats", d, left, left.shape[1], stats, mean, var, rows, d, stride)
+        self._columns("norm_apply", rows, d, z, stats, weight, shift, out, rows, d, self.size)
+        return out, z, stats
 
     # -------------------------------------------------------------------------------------------------------- backward
 
@@ -269,8 +281,9 @@ class Fused:
             flow = batch.basis.view(M * B, n, n).mT @ flow.view(M * B, n, d)
         flow = flow.view(M, B * n, d)
         turned: list[Tensor] = [torch.empty_like(s.qkv) for s in saved]
+        left: Tensor | None = None
         for i in reversed(range(shape.layers)):
-            flow = self._layer_grad(i, flow, saved, turned, batch)
+            left = self._layer_grad(i, flow, left, saved, turned, batch)
         sums = flow.new_empty(M, min(8, B), n * d, dtype=torch.float32)
         self.kernels.launch(
             "embed_grad", (-(-n * d // 128), sums.shape[1], M), 128, flow, sums, *self.noise.dropping(0, True), B, n * d
@@ -283,26 +296,26 @@ class Fused:
             torch.cuda.current_stream().wait_stream(self.aside)
             self._held.clear()
 
-    def _layer_grad(self, i: int, flow: Tensor, saved: list[Saved], turned: list[Tensor], batch: Batch) -> Tensor:
-        v, w, g, shape, size, name = self.v, self.w, self.g, self.shape, self.size, f"encoder.layers.{i}"
+    def _layer_grad(
+        self, i: int, flow: Tensor, left: Tensor | None, saved: list[Saved], turned: list[Tensor], batch: Batch
+    ) -> Tensor | None:
+        """Turns `flow` from the gradient of the layer's result into that of its input; `left` and what is returned are
+        what `_flow` left of them."""
+        w, g, shape, size, name = self.w, self.g, self.shape, self.size, f"encoder.layers.{i}"
         at = sites(i)
         M, B, n = batch.positions.shape
         rows, d, s = B * n, shape.width, saved[i]
-        side = self._norm_grad(f"{name}.feed_forward_norm", flow, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3])
-        inner = self._product(side, w[f"{name}.feed_forward.3.weight"], own=2)
-        fed = torch.empty_like(inner) if s.fed is None else s.fed
-        left = self._left(rows, shape.feed)
-        self._columns(
-            "gelu_grad", rows, shape.feed, inner, s.u, v[f"{name}.feed_forward.0.bias"],
-            fed if s.fed is None else None, left,
-            self.feeds, *self.noise.dropping(1, True), at[2], rows, shape.feed, size,
-        )  # fmt: skip
-        self._add_left(left, rows, shape.feed, f"{name}.feed_forward.0.bias")
+        side = self._norm_grad(
+            f"{name}.feed_forward_norm", flow, left, s.z2, s.stats2, f"{name}.feed_forward.3.bias", at[3]
+        )
+        inner, fed = self._gelu_grad(f"{name}.feed_forward", side, s, at[2])
         self._weight_grad(side.mT, fed, f"{name}.feed_forward.3.weight", own=2)
         self._weight_grad(inner.mT, s.x1, f"{name}.feed_forward.0.weight", own=1)
-        self._product(inner, w[f"{name}.feed_forward.0.weight"], flow, add=True, own=3)
+        left = self._flow(inner, w[f"{name}.feed_forward.0.weight"], flow, s.z1, s.stats1, own=3)
         del inner, fed
-        side = self._norm_grad(f"{name}.attention_norm", flow, s.z1, s.stats1, f"{name}.attention.to_out.bias", at[1])
+        side = self._norm_grad(
+            f"{name}.attention_norm", flow, left, s.z1, s.stats1, f"{name}.attention.to_out.bias", at[1]
+        )
         self._weight_grad(side.mT, s.mixed, f"{name}.attention.to_out.weight")
         mixed = self._product(side, w[f"{name}.attention.to_out.weight"])
         del side
@@ -322,21 +335,54 @@ class Fused:
             blocks = -(-3 * d // 32) + 1
             self.kernels.launch("rotate_left", (blocks, 1, M), (32, 8), left, bias, base_grad, d, chunks, size)
         self._weight_grad(turned[i].mT, s.x, f"{name}.attention.to_qkv.weight")
-        return self._product(turned[i], w[f"{name}.attention.to_qkv.weight"], flow, add=True)
+        weight = w[f"{name}.attention.to_qkv.weight"]
+        if i == 0:
+            self._product(turned[i], weight, flow, add=True)
+            return None
+        return self._flow(turned[i], weight, flow, saved[i - 1].z2, saved[i - 1].stats2)
 
-    def _norm_grad(self, name: str, flow: Tensor, z: Tensor, stats: Tensor, bias: str, site: int) -> Tensor:
+    def _gelu_grad(self, name: str, side: Tensor, s: Saved, site: int) -> tuple[Tensor, Tensor]:
+        """The gradient of what goes into gelu, from that of the feed-forward part's result; and drop(gelu)."""
+        weight, bias, masks = self.w[f"{name}.3.weight"], f"{name}.0.bias", (*self.noise.dropping(1, True), site)
+        if isinstance(self.product, Products16):
+            inner, left = self.product.gelu_grad(side, weight, s.u, masks, self.feeds)
+            assert s.fed is not None
+            fed = s.fed
+        else:
+            inner = self.product(side, weight)
+            _, rows, feed = inner.shape
+            fed, left = torch.empty_like(inner), self._left(rows, feed)
+            self._columns("gelu_grad", rows, feed, inner, s.u, self.v[bias], fed, left, *masks, rows, feed, self.size)
+        self._add_left(left, bias)
+        return inner, fed
+
+    def _flow(
+        self, a: Tensor, weight: Tensor, flow: Tensor, z: Tensor, stats: Tensor, *, own: int = 0
+    ) -> Tensor | None:
+        """Adds a @ weight to `flow`, which makes it the gradient of the norm of z; and the sums that `_norm_grad` wants
+        of it, where the product can leave them."""
+        if isinstance(self.product, Products16):
+            return self.product.flow(a, weight, flow, z, stats, limits=self.feeds if own else None)
+        self.product(a, weight, flow, add=True)
+        return None
+
+    def _norm_grad(
+        self, name: str, flow: Tensor, left: Tensor | None, z: Tensor, stats: Tensor, bias: str, site: int
+    ) -> Tensor:
         """Turns `flow` into the gradient of x in x + drop(y + bias), and returns that of y."""
         _, rows, d = flow.shape
         weight, shift = self.g[f"{name}.weight"], self.g[f"{name}.bias"]
-        self._columns("norm_grad_sums", rows, d, flow, z, stats, self.partial, rows, d)
-        shares, side, left = torch.empty_like(stats), torch.empty_like(flow), self._left(rows, d)
-        chunks = self._chunks(rows, d)
-        self._gather("norm_grad_stats", d, self.partial, chunks, shares, weight, shift, rows, d, self.size)
+        if left is None:
+            left = self._left(rows, d)
+            self._columns("norm_grad_sums", rows, d, flow, z, stats, left, rows, d)
+        shares, side = torch.empty_like(stats), torch.empty_like(flow)
+        self._gather("norm_grad_stats", d, left, left.shape[1], shares, weight, shift, rows, d, self.size)
+        left = self._left(rows, d)
         self._columns(
             "norm_grad", rows, d, flow, z, stats, self.v[f"{name}.weight"], shares, side, left,
             *self.noise.dropping(0, True), site, rows, d, self.size,
         )  # fmt: skip
-        self._add_left(left, rows, d, bias)
+        self._add_left(left, bias)
         return side
 
     # ------------------------------------------------------------------------------------------------------- optimizer

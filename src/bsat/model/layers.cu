@@ -4,7 +4,8 @@
 // them is that of the first model, and `stride` leads to the next. Sums over rows come in two steps, always in the same
 // order: blocks leave partial sums in double precision, and the kernel that needs them collects them.
 //
-// With BRIEF, activations and their gradients are kept in 16 bits; parameters and all arithmetic are float32 still.
+// With BRIEF, activations and their gradients are kept in 16 bits; parameters and all arithmetic are float32 still. Then
+// products do more themselves (product16.cu).
 
 #include "noise.cuh"
 #include "tensor.cuh"
@@ -439,6 +440,7 @@ extern "C" __global__ void rotate_left(const double* partial, float* bias_grad, 
 #define EPSILON 1e-5f
 #define MOMENTUM 0.1
 
+#if !BRIEF
 // z = x + drop(y + bias), into y, and sums of it and of its squares.
 extern "C" __global__ void norm_sums(const act* __restrict__ x, act* __restrict__ y, const float* bias,
                                      double* partial, const int* seeds, const int* step, const float* drop, int site,
@@ -463,6 +465,7 @@ extern "C" __global__ void norm_sums(const act* __restrict__ x, act* __restrict_
     }
     leave(sum_a, sum_b, squares_a, squares_b, d, partial);
 }
+#endif
 
 // From these sums, mean and inverse deviation over the rows, to stats (M, 2, d); mean and variance also go into the
 // running ones, as torch does it. The grid is (groups of columns, 1, M).
@@ -586,28 +589,21 @@ extern "C" __global__ void norm_grad(act* __restrict__ grad, const act* __restri
 
 // -------------------------------------------------------------------------------------------------------- feed-forward
 
-// The share of a standard normal below x, and its density there. With BRIEF to 2e-7 (Abramowitz and Stegun, 7.1.26).
+#if !BRIEF
+// The share of a standard normal below x, and its density there.
 struct Normal {
     float share, density;
     __device__ __forceinline__ Normal(float x) {
-#if BRIEF
-        const float fall = __expf(-0.5f * x * x), t = __fdividef(1.f, 1.f + 0.23164189f * fabsf(x));
-        const float tail = ((((0.530702714f * t - 0.726576013f) * t + 0.710706871f) * t - 0.142248368f) * t + 0.127414796f) * t * fall;
-        share = x < 0.f ? tail : 1.f - tail;
-        density = 0.3989422804014327f * fall;
-#else
         share = 0.5f * (1.f + erff(x * 0.70710678118654752f));
         density = 0.3989422804014327f * expf(-0.5f * x * x);
-#endif
     }
 };
 
 // out = drop(gelu(u + bias)). The mask goes by column first, so that it is the same whatever the width is padded to.
-// `feeds`, if it is not null, says where each model's own width ends; beyond it nothing is read or written.
-extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const int* feeds, const int* seeds,
-                                const int* step, const float* drop, int site, int rows, int width, int stride) {
+extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const int* seeds, const int* step,
+                                const float* drop, int site, int rows, int width, int stride) {
     const Tile<2> tile(rows, width);
-    if (tile.column >= (feeds == nullptr ? width : feeds[tile.member])) return;
+    if (tile.column >= width) return;
     const Drop keep(seeds, step, drop, site, tile.member);
     const float* add = bias + (long long)tile.member * stride + tile.column;
     const float add_a = add[0], add_b = add[1];
@@ -621,14 +617,14 @@ extern "C" __global__ void gelu(const act* u, const float* bias, act* out, const
     }
 }
 
-// grad becomes that of u; out, if it is not null, is made once more; sums for that of the bias go to `left`.
+// grad becomes that of u; out is made once more; sums for the gradient of the bias go to `left`.
 extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restrict__ u, const float* bias,
-                                     act* __restrict__ out, double* left, const int* feeds, const int* seeds,
-                                     const int* step, const float* drop, int site, int rows, int width, int stride) {
+                                     act* __restrict__ out, double* left, const int* seeds, const int* step,
+                                     const float* drop, int site, int rows, int width, int stride) {
     const Tile<2> tile(rows, width);
     const Drop keep(seeds, step, drop, site, tile.member);
     few sum_a = 0, sum_b = 0;
-    if (tile.column < (feeds == nullptr ? width : feeds[tile.member])) {
+    if (tile.column < width) {
         const float* add = bias + (long long)tile.member * stride + tile.column;
         const float add_a = add[0], add_b = add[1];
 #pragma unroll 4
@@ -640,7 +636,7 @@ extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restri
             const Normal of_a(a), of_b(b);
             const float change_a = flow.a * kept_a * (of_a.share + a * of_a.density);
             const float change_b = flow.b * kept_b * (of_b.share + b * of_b.density);
-            if (out != nullptr) put(out + i, a * of_a.share * kept_a, b * of_b.share * kept_b);
+            put(out + i, a * of_a.share * kept_a, b * of_b.share * kept_b);
             put(grad + i, change_a, change_b);
             sum_a += change_a;
             sum_b += change_b;
@@ -648,6 +644,7 @@ extern "C" __global__ void gelu_grad(act* __restrict__ grad, const act* __restri
     }
     leave(sum_a, sum_b, 0, 0, width, left);
 }
+#endif
 
 // --------------------------------------------------------------------------------------------------------------- head
 

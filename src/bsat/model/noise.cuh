@@ -20,5 +20,7 @@ struct Drop {
         scale = 1.f / (1.f - share);
         key = least == 0 ? 0u : mix(mix(mix((unsigned)seeds[member]) + (unsigned)*step) + (unsigned)site);
     }
-    __device__ float operator()(unsigned index) const { return least == 0 || mix(index + key) >= least ? scale : 0.f; }
+    __device__ float operator()(unsigned index) const { return least == 0 ? scale : straight(index); }
+    // The same without a branch for those who have no dropout.
+    __device__ float straight(unsigned index) const { return mix(index + key) >= least ? scale : 0.f; }
 };
