@@ -6,7 +6,9 @@
 // first halves of all heads come first.
 //
 // The gradient does not find out again what is known: `attend` leaves which weights were dropped, and `attend_grad`
-// the gradients of the scores, in pieces of 16 queries and 16 keys.
+// the gradients of the scores, in pieces of 16 queries and 16 keys. WHOLE is the number of keys (a multiple of 16) if a
+// block of `attend_grad` has all of a head: then it makes the gradients of queries too, and no score's leaves the
+// processor. Otherwise it is 0, and `attend_grad_queries` makes them.
 
 #include "noise.cuh"
 #include "tensor.cuh"
@@ -24,20 +26,24 @@
 #define PART_COLUMNS (PARTS == 1 ? COLUMNS : PART / 8)
 #define ROW_COLUMNS (UP(WIDTH, 8) / 8)
 #define TILE 48
-#define MOST 512                                  // tokens
-#define ROWS (PACKED > 1 ? TILE : UP(MOST, TILE)) // several heads are packed only if a tile holds all tokens
+#define MOST 512 // tokens
+#define ROWS (PACKED > 1 ? TILE : UP(WHOLE > 0 ? WHOLE : MOST, TILE)) // packed only if a tile holds all tokens
 #define THREADS 192
-#define WARPS (THREADS / 32)
+#define GRAD_THREADS (WHOLE > 0 ? WHOLE * 2 * PACKED : THREADS)
+#define GRAD_WARPS (GRAD_THREADS / 32)
 #define LONG (ALL + WIDE + 8) // of a row in shared memory, 8 more than it needs: `fetch` then meets every bank once
 #define SHORT (ALL + 8)       // without values
 #define BYTES(row) (TILE * (row) * 2 * PACKED)
-#define STAGES (PACKED == 1 && 2 * (BYTES(LONG) + WARPS * TILE * 2) + 8 * ROWS <= 49000 ? 2 : 1) // tiles held at once,
-#define SHORT_STAGES (PACKED == 1 && 2 * BYTES(SHORT) <= 49000 ? 2 : 1)                          // one under way
+#define STAGES_OF(row, beside) (PACKED == 1 && 2 * BYTES(row) + (beside) <= 48 * 1024 ? 2 : 1) // tiles held at once,
+#define STAGES STAGES_OF(LONG, 0)                                                              // one under way
+#define SHORT_STAGES STAGES_OF(SHORT, 0)
+#define HELD (WHOLE * PACKED * (ALL + TILE) * 2) // bytes of keys, and of slopes with the queries of a tile
+#define GRAD_STAGES (0 < WHOLE && WHOLE <= TILE ? 1 : STAGES_OF(LONG, GRAD_WARPS * TILE * 4 + 8 * ROWS + HELD))
 #define LOG2E 1.4426950408889634f
 #define FAR 1e30f
 
-// Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold: they take 64 registers of a thread
-// if there are five of them, 80 if four, 96 if three, 168 if two.
+// Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold, of THREADS: they take 64 registers
+// of a thread if there are five of them, 80 if four, 96 if three, 168 if two.
 #if ALL + WIDE <= 32
 #define BLOCKS 4
 #define GRAD_BLOCKS 4
@@ -263,7 +269,8 @@ __device__ __forceinline__ void set_four(const To& to, long long row, int head, 
 }
 
 // Of every 16 of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, four: a thread reads those of
-// one half, and its neighbour of the other. No branch: all are on their way at once.
+// one half, and its neighbour of the other. No branch: all are on their way at once. A row that is not there is read as
+// the first one: nobody writes what comes of it, but it is as finite as the rest.
 template <int COUNT, int PIECES, class From>
 __device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From& from, const Place& place, int first) {
 #pragma unroll
@@ -272,7 +279,7 @@ __device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From&
         for (int r = 0; r < 2; r++) {
             const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4, i = place.i + 8 * r;
             found[k][r] = four<COUNT>(from, place.row + (i < place.n ? i : 0), place.head, c < COUNT ? c : 0);
-            if (i >= place.n || c >= COUNT) found[k][r] = make_int2(0, 0);
+            if (c >= COUNT) found[k][r] = make_int2(0, 0);
         }
 }
 
@@ -294,38 +301,52 @@ __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from,
 }
 
 // The way back, for what products leave: numbers `first` ... of rows i and i + 8, as far as there are COUNT, times
-// `scale`, written or added.
+// `scale`, added to what was there before (`read_fours`) and written. These are d[k0] ..., as many as `before` has.
+template <int COUNT, int FOURS, int PIECES, class To>
+__device__ __forceinline__ void write_on(const int2 (&before)[FOURS][2], const float (&d)[PIECES][4], int k0,
+                                         const To& to, const Place& place, int first, float scale0, float scale1) {
+    const bool even = place.t % 2 == 0;
+#pragma unroll
+    for (int k = k0; k < k0 + 2 * FOURS && k < PIECES; k += 2) {
+        const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const float scale = r == 0 ? scale0 : scale1;
+            const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
+            const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
+            const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
+            const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
+            const int2 old = before[(k - k0) / 2][r];
+            const float x0 = (even ? left0 : got0) * scale + lower(old.x);
+            const float x1 = (even ? left1 : got1) * scale + upper(old.x);
+            const float x2 = (even ? got0 : right0) * scale + lower(old.y);
+            const float x3 = (even ? got1 : right1) * scale + upper(old.y);
+            if (place.i + 8 * r < place.n && c < COUNT)
+                set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
+                                make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
+        }
+    }
+}
+
+// What was there before, if it shall be added to.
+template <int COUNT, int FOURS, class To>
+__device__ __forceinline__ void read_before(int2 (&before)[FOURS][2], const To& to, const Place& place, int first,
+                                            int add) {
+#pragma unroll
+    for (int k = 0; k < FOURS; k++) before[k][0] = before[k][1] = make_int2(0, 0);
+    if (add) read_fours<COUNT>(before, to, place, first);
+}
+
+// All of d, written or added.
 template <int COUNT, int PIECES, class To>
 __device__ __forceinline__ void write(const float (&d)[PIECES][4], const To& to, const Place& place, int first,
                                       float scale0, float scale1, int add) {
     constexpr int together = PIECES < 8 ? PIECES : 8; // as many as there are registers for what was there before
-    const bool even = place.t % 2 == 0;
 #pragma unroll
-    for (int k0 = 0; k0 < PIECES; k0 += together) {
+    for (int k = 0; k < PIECES; k += together) {
         int2 before[(together + 1) / 2][2];
-#pragma unroll
-        for (int k = 0; k < together; k += 2) before[k / 2][0] = before[k / 2][1] = make_int2(0, 0);
-        if (add) read_fours<COUNT>(before, to, place, first + 8 * k0);
-#pragma unroll
-        for (int k = k0; k < k0 + together && k < PIECES; k += 2) {
-            const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float scale = r == 0 ? scale0 : scale1;
-                const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
-                const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
-                const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
-                const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
-                const int2 old = before[(k - k0) / 2][r];
-                const float x0 = (even ? left0 : got0) * scale + lower(old.x);
-                const float x1 = (even ? left1 : got1) * scale + upper(old.x);
-                const float x2 = (even ? got0 : right0) * scale + lower(old.y);
-                const float x3 = (even ? got1 : right1) * scale + upper(old.y);
-                if (place.i + 8 * r < place.n && c < COUNT)
-                    set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
-                                    make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
-            }
-        }
+        read_before<COUNT>(before, to, place, first + 8 * k, add);
+        write_on<COUNT>(before, d, k, to, place, first, scale0, scale1);
     }
 }
 
@@ -504,22 +525,89 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
     }
 }
 
+#if WHOLE
+// The gradients of queries, of one tile at a time: from the slopes of its scores with all keys of a head.
+struct Pull {
+    static constexpr int keys = WHOLE / 16, down = TILE / 16, right = ALL / 16; // pieces
+    static constexpr int most = (down * right + keys - 1) / keys;               // that a warp makes
+    typedef bf16 Piece[256];                                                    // four matrices (8, 8): see `put`
+    Piece slopes[PACKED][keys][down];
+    Piece numbers[PACKED][keys][right]; // of the keys
+    static_assert(PARTS == 1, "a piece has all slopes at once");
+
+    __device__ __forceinline__ void hold(unsigned (&mine)[right][4], const Place& place) {
+#pragma unroll
+        for (int k = 0; k < right; k++) {
+            const bool first = place.i < place.n, second = place.i + 8 < place.n; // zeros for keys that are not there
+            const unsigned a[4] = {first ? mine[k][0] : 0, second ? mine[k][1] : 0, first ? mine[k][2] : 0,
+                                   second ? mine[k][3] : 0};
+            put(numbers[place.p][threadIdx.x / 32 % keys][k], a);
+        }
+    }
+
+    // Calls `make` with each piece that this warp has of a tile: its number, and where it lies.
+    template <class Make> __device__ __forceinline__ void pieces(const Place& place, int j0, const Make& make) const {
+        Place there = place;
+#pragma unroll
+        for (int u = 0; u < most; u++) {
+            const int piece = threadIdx.x / 32 % keys + u * keys, j = piece % down, c = piece / down;
+            there.i = j0 + 16 * j + place.g;
+            if (j0 + 16 * j < place.n && c < right) make(u, there, j, c);
+        }
+    }
+
+    // What was there before, on its way while the last slopes are made.
+    typedef int2 Before[most][1][2];
+    __device__ __forceinline__ void ask(Before& before, const Side& grads, const Place& place, int j0, int add) const {
+        pieces(place, j0, [&](int u, const Place& there, int, int c) {
+            read_before<SUM>(before[u], grads, there, 16 * c, add);
+        });
+    }
+
+    // After a barrier.
+    __device__ __forceinline__ void make(const Before& before, const Side& grads, const Place& place, int j0,
+                                         float root) const {
+        pieces(place, j0, [&](int u, const Place& there, int j, int c) {
+            const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
+            float sum[2][2][4]; // of every second piece: half as long to wait for
+            zero(sum[0]);
+            zero(sum[1]);
+#pragma unroll
+            for (int k = 0; k < keys; k++) {
+                unsigned a[4], b[4];
+                fetch<true>(a, slopes[place.p][k][j] + 8 * turned); // queries down, keys to the right
+                fetch<true>(b, numbers[place.p][k][c] + 8 * lane);
+                multiply_both(sum[k % 2][0], sum[k % 2][1], a, b);
+            }
+#pragma unroll
+            for (int e = 0; e < 8; e++) sum[0][e / 4][e % 4] += sum[1][e / 4][e % 4];
+            write_on<SUM>(before[u], sum[0], 0, grads, there, 16 * c, root, root);
+        });
+    }
+};
+#endif
+
 // The gradients of keys of all DEPTH layers, written to grad0 ..., or added to what is there (`add`), and of the values
 // of the last of them. A warp has 16 keys and meets all queries. The gradients of scores, but for their scale, go to
 // `slopes`: (M, B, heads, n / 16, n / 16) pieces of 16 keys (down) and 16 queries, in the order of the left side of a
-// product, 4 words of each thread together. Those of keys that are not there may be anything, infinite even.
-extern "C" __global__ void __launch_bounds__(THREADS, GRAD_BLOCKS)
+// product, 4 words of each thread together; or to `pull`, which then makes the gradients of queries.
+constexpr int grad_threads = GRAD_THREADS, grad_blocks = (GRAD_BLOCKS * THREADS + grad_threads / 2) / grad_threads;
+extern "C" __global__ void __launch_bounds__(grad_threads, grad_blocks)
 attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
             bf16* grad2, bf16* grad3, const bf16* out, const bf16* grad, const float* spread, const unsigned* gone,
             int4* slopes, const int* seeds, const int* step, const float* drop, int site, int n, int heads, int add) {
-    __shared__ __align__(16) Tile<LONG> tiles[STAGES];
-    __shared__ __align__(16) unsigned lost[STAGES][WARPS][TILE / 16][8];
+    __shared__ __align__(16) Tile<LONG> tiles[GRAD_STAGES];
+    __shared__ __align__(16) unsigned lost[GRAD_STAGES][GRAD_WARPS][TILE / 16][8];
     __shared__ __align__(16) float stats[PACKED][2][ROWS]; // logarithms of denominators; output times its gradient
+#if WHOLE
+    __shared__ __align__(16) Pull pull;
+    static_assert(sizeof(tiles) + sizeof(lost) + sizeof(stats) + sizeof(pull) <= 48 * 1024, "more than a block may have");
+#endif
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const Drop keep(seeds, step, drop, site, blockIdx.z);
     const Side queries{qkv0, qkv1, qkv2, qkv3, d, 0}, keys{qkv0, qkv1, qkv2, qkv3, d, d};
-    const Side key_grads{grad0, grad1, grad2, grad3, d, d};
+    const Side key_grads{grad0, grad1, grad2, grad3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
     const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, value_grads{key_grads.layer(DEPTH - 1) + 2 * d, 3 * d};
     const Rows mixed{out, d}, flows{grad, d};
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -537,9 +625,12 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     };
     unsigned mine[ALL / 16][4], beside[WIDE / 16][4];
     meet(0, 0);
-    clear(tiles, STAGES, SUM, ALL);
-    clear(tiles, STAGES, ALL + WIDTH, ALL + WIDE);
+    clear(tiles, GRAD_STAGES, SUM, ALL);
+    clear(tiles, GRAD_STAGES, ALL + WIDTH, ALL + WIDE);
     read<SUM>(mine, keys, place);
+#if WHOLE
+    pull.hold(mine, place);
+#endif
     read<WIDTH>(beside, values, place);
     for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
         const int i = e % UP(n, TILE), q = e / UP(n, TILE);
@@ -562,11 +653,11 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
         float slope[PART_COLUMNS][4], flow[ROW_COLUMNS][4];
         zero(slope);
         zero(flow);
-        int4* to = slopes + place.piece(place.i / 16, 0) * 32 + lane;
+        [[maybe_unused]] int4* to = slopes + place.piece(place.i / 16, 0) * 32 + lane;
         if (part > 0) meet(0, 0);
         for (int j0 = 0; j0 < end; j0 += TILE) {
-            const int stage = STAGES == 2 ? j0 / TILE % 2 : 0;
-            if (STAGES == 2 && j0 + TILE < end) {
+            const int stage = GRAD_STAGES == 2 ? j0 / TILE % 2 : 0;
+            if (GRAD_STAGES == 2 && j0 + TILE < end) {
                 meet(1 - stage, j0 + TILE);
                 arrive<1>();
             } else
@@ -631,7 +722,11 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                         share[m][e] *= inflow[m][e] * keep.scale - (e % 2 == 0 ? less.x : less.y);
                 }
                 turn(a, share[0], share[1]);
+#if WHOLE
+                put(pull.slopes[p][place.i / 16][j / 16], a);
+#else
                 if (part == 0) to[j * 2] = make_int4((int)a[0], (int)a[1], (int)a[2], (int)a[3]);
+#endif
 #pragma unroll
                 for (int k = 0; k < PART_COLUMNS; k += 2) {
                     fetch<true>(b, down + j * LONG + part + 8 * k);
@@ -639,8 +734,15 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                 }
             }
             to += TILE * 2;
+#if WHOLE
+            Pull::Before before;
+            pull.ask(before, query_grads, place, j0, add);
+#endif
             __syncthreads();
-            if (STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
+            if (GRAD_STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
+#if WHOLE
+            pull.make(before, query_grads, place, j0, root);
+#endif
         }
         if (place.live) {
             write<SUM>(slope, key_grads, place, part, root, root, add);
@@ -649,6 +751,7 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     }
 }
 
+#if !WHOLE
 // The gradients of queries of all DEPTH layers, from what `attend_grad` left in `slopes`. A warp has 16 queries.
 extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
 attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
@@ -691,14 +794,6 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
 #pragma unroll
             for (int m = 0; m < TILE / 16; m++) piece[m] = ahead[m];
             if (j0 + TILE < end) load(j0 + TILE);
-            if (n - j0 < TILE) { // zeros for keys that are not there
-#pragma unroll
-                for (int m = 0; m < TILE / 16; m++) {
-                    const int key = j0 + 16 * m + place.g;
-                    if (key >= n) piece[m].x = piece[m].z = 0;
-                    if (key + 8 >= n) piece[m].y = piece[m].w = 0;
-                }
-            }
 #pragma unroll
             for (int m = 0; m < TILE / 16; m++) {
                 const unsigned a[4] = {flip((unsigned)piece[m].x), flip((unsigned)piece[m].z),
@@ -719,3 +814,4 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
     }
     if (place.live) write<SUM>(slope, query_grads, place, 0, root, root, add);
 }
+#endif
