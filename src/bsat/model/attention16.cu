@@ -193,6 +193,9 @@ template <int ROW, int COUNT, int RUNS> struct Copy {
         step = blockDim.x / RUNS;
         j = same && threadIdx.x < step * RUNS ? threadIdx.x / RUNS : TILE;
         from = find(threadIdx.x % RUNS, to);
+#ifdef __CUDA_ARCH__
+        asm("" : "+l"(from)); // a register from here on, and not a sum that is made again for every tile
+#endif
     }
 };
 
@@ -530,6 +533,7 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
 struct Pull {
     static constexpr int keys = WHOLE / 16, down = TILE / 16, right = ALL / 16; // pieces
     static constexpr int most = (down * right + keys - 1) / keys;               // that a warp makes
+    static constexpr int chains = ALL + WIDE <= 32 ? 2 : 1;
     typedef bf16 Piece[256];                                                    // four matrices (8, 8): see `put`
     Piece slopes[PACKED][keys][down];
     Piece numbers[PACKED][keys][right]; // of the keys
@@ -569,18 +573,18 @@ struct Pull {
                                          float root) const {
         pieces(place, j0, [&](int u, const Place& there, int j, int c) {
             const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
-            float sum[2][2][4]; // of every second piece: half as long to wait for
-            zero(sum[0]);
-            zero(sum[1]);
+            float sum[chains][2][4];
+#pragma unroll
+            for (int k = 0; k < chains; k++) zero(sum[k]);
 #pragma unroll
             for (int k = 0; k < keys; k++) {
                 unsigned a[4], b[4];
                 fetch<true>(a, slopes[place.p][k][j] + 8 * turned); // queries down, keys to the right
                 fetch<true>(b, numbers[place.p][k][c] + 8 * lane);
-                multiply_both(sum[k % 2][0], sum[k % 2][1], a, b);
+                multiply_both(sum[k % chains][0], sum[k % chains][1], a, b);
             }
 #pragma unroll
-            for (int e = 0; e < 8; e++) sum[0][e / 4][e % 4] += sum[1][e / 4][e % 4];
+            for (int e = 0; e < 8 * (chains - 1); e++) sum[0][e / 4][e % 4] += sum[1][e / 4][e % 4];
             write_on<SUM>(before[u], sum[0], 0, grads, there, 16 * c, root, root);
         });
     }
