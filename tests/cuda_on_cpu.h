@@ -6,6 +6,7 @@
 
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -140,7 +141,8 @@ constexpr std::size_t STACK = 256 * 1024;
 enum class State { ready, at_block_barrier, at_warp_barrier, done };
 
 struct Thread {
-    ucontext_t context;
+    jmp_buf place;
+    bool begun = false;
     std::unique_ptr<char[]> stack;
     State state = State::done;
     dim3 index = {0, 0, 0};
@@ -152,7 +154,7 @@ struct Thread {
 
 struct Block {
     std::vector<Thread> threads;
-    ucontext_t scheduler;
+    jmp_buf scheduler;
     Thread* running = nullptr;
     void (*body)(void*) = nullptr;
     void* argument = nullptr;
@@ -164,7 +166,7 @@ static Block block;
 static inline void pause(State state) {
     Thread* self = block.running;
     self->state = state;
-    swapcontext(&self->context, &block.scheduler);
+    if (_setjmp(self->place) == 0) _longjmp(block.scheduler, 1);
 }
 
 static inline void wait_for_block() { pause(State::at_block_barrier); }
@@ -174,10 +176,29 @@ static inline void wait_for_warp(unsigned mask) {
     pause(State::at_warp_barrier);
 }
 
+// A thread of one block is that of the next.
 static inline void enter() {
-    block.body(block.argument);
-    block.running->state = State::done;
-    swapcontext(&block.running->context, &block.scheduler);
+    for (;;) {
+        block.body(block.argument);
+        pause(State::done);
+    }
+}
+
+// Lets a thread run until it pauses. It gets a stack of its own once; jumps, unlike exchanged contexts, do not ask the
+// system each time.
+static inline void go_on(Thread& t) {
+    block.running = &t;
+    threadIdx = t.index;
+    if (_setjmp(block.scheduler) != 0) return;
+    if (t.begun) _longjmp(t.place, 1);
+    t.begun = true;
+    ucontext_t begin;
+    getcontext(&begin);
+    begin.uc_stack.ss_sp = t.stack.get();
+    begin.uc_stack.ss_size = STACK;
+    begin.uc_link = nullptr;
+    makecontext(&begin, enter, 0);
+    setcontext(&begin);
 }
 
 // Lets threads go on that wait at barriers which all have reached. Returns whether there were any.
@@ -189,22 +210,19 @@ static inline bool release() {
         return true;
     }
     bool any = false;
-    std::vector<Thread*> free;
     for (auto& t : threads) {
         if (t.state != State::at_warp_barrier) continue;
-        const unsigned first = t.rank / WARP * WARP;
-        bool complete = true;
-        for (unsigned lane = 0; lane < WARP && first + lane < threads.size(); lane++) {
-            const Thread& other = threads[first + lane];
-            if (t.mask >> lane & 1) {
-                complete = complete && other.state == State::at_warp_barrier && other.mask == t.mask;
-            }
-        }
-        if (complete) free.push_back(&t);
-    }
-    for (Thread* t : free) {
-        t->state = State::ready;
-        any = true;
+        const unsigned first = t.rank / WARP * WARP, mask = t.mask;
+        const auto each = [&](const auto& act) {
+            for (unsigned lane = 0; lane < WARP && first + lane < threads.size(); lane++)
+                if (mask >> lane & 1) act(threads[first + lane]);
+        };
+        bool complete = mask >> t.rank % WARP & 1;
+        each([&](const Thread& other) {
+            complete = complete && other.state == State::at_warp_barrier && other.mask == mask;
+        });
+        if (complete) each([&](Thread& other) { other.state = State::ready; });
+        any = any || complete;
     }
     return any;
 }
@@ -214,20 +232,12 @@ static inline bool run_block() {
     if (__start_shared_memory) std::memset(__start_shared_memory, 0xff, __stop_shared_memory - __start_shared_memory);
     auto& threads = block.threads;
     for (auto& t : threads) {
-        getcontext(&t.context);
-        t.context.uc_stack.ss_sp = t.stack.get();
-        t.context.uc_stack.ss_size = STACK;
-        t.context.uc_link = nullptr;
-        makecontext(&t.context, enter, 0);
         t.state = State::ready;
+        t.exchanges = 0;
     }
     for (;;) {
-        for (auto& t : threads) {
-            if (t.state != State::ready) continue;
-            block.running = &t;
-            threadIdx = t.index;
-            swapcontext(&block.scheduler, &t.context);
-        }
+        for (auto& t : threads)
+            if (t.state == State::ready) go_on(t);
         const auto done = [](const Thread& t) { return t.state == State::done; };
         if (std::all_of(threads.begin(), threads.end(), done)) return true;
         if (!release()) break;
@@ -244,6 +254,7 @@ static inline bool run_block() {
                   "warp, %u have ended",
                   blockIdx.x, blockIdx.y, blockIdx.z, at_block, at_warp, gone);
     block.trouble = text;
+    threads.clear();  // those that hang are no use to the next block
     return false;
 }
 

@@ -570,7 +570,7 @@ struct Pull {
 
     // After a barrier.
     __device__ __forceinline__ void make(const Before& before, const Side& grads, const Place& place, int j0,
-                                         float root) const {
+                                         float scale) const {
         pieces(place, j0, [&](int u, const Place& there, int j, int c) {
             const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
             float sum[chains][2][4];
@@ -585,7 +585,7 @@ struct Pull {
             }
 #pragma unroll
             for (int e = 0; e < 8 * (chains - 1); e++) sum[0][e / 4][e % 4] += sum[1][e / 4][e % 4];
-            write_on<SUM>(before[u], sum[0], 0, grads, there, 16 * c, root, root);
+            write_on<SUM>(before[u], sum[0], 0, grads, there, 16 * c, scale, scale);
         });
     }
 };
@@ -602,7 +602,8 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
             int4* slopes, const int* seeds, const int* step, const float* drop, int site, int n, int heads, int add) {
     __shared__ __align__(16) Tile<LONG> tiles[GRAD_STAGES];
     __shared__ __align__(16) unsigned lost[GRAD_STAGES][GRAD_WARPS][TILE / 16][8];
-    __shared__ __align__(16) float stats[PACKED][2][ROWS]; // logarithms of denominators; output times its gradient
+    // Logarithms of denominators; output times its gradient, over `keep.scale`, which the end brings.
+    __shared__ __align__(16) float stats[PACKED][2][ROWS];
 #if WHOLE
     __shared__ __align__(16) Pull pull;
     static_assert(sizeof(tiles) + sizeof(lost) + sizeof(stats) + sizeof(pull) <= 48 * 1024, "more than a block may have");
@@ -615,7 +616,7 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, value_grads{key_grads.layer(DEPTH - 1) + 2 * d, 3 * d};
     const Rows mixed{out, d}, flows{grad, d};
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const float root = rsqrtf((float)WIDTH), scale = root * LOG2E;
+    const float scale = rsqrtf((float)WIDTH) * LOG2E, last_scale = keep.scale * rsqrtf((float)WIDTH);
     const SideCopy<LONG> copy_queries(queries, place);
     const RowCopy copy_flows(flows, place);
     const unsigned* said = gone + place.piece(lane / 2, place.i / 16) * 8 + lane % 2 * 4; // of the first tile
@@ -648,7 +649,7 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                 dot += lower(a.y) * lower(b.y) + upper(a.y) * upper(b.y);
             }
         }
-        stats[q][1][i] = dot;
+        stats[q][1][i] = dot / keep.scale;
         stats[q][0][i] = i < n ? spread[place.stat + (q - p) * n + i] : FAR; // leaves no weight
     }
     const unsigned first_bit = 1u << (8 * t + place.g / 2), second_bit = first_bit << 4;
@@ -688,44 +689,35 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                     fetch<false>(b, right + j * LONG + ALL + 16 * k);
                     multiply_both(inflow[0], inflow[1], beside[k], b);
                 }
+                // From scores to weights, zero if dropped, and from the inflow to the slopes of scores.
+                const auto settle = [&](int4 words) {
+                    const int own[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    const float2 log = *(const float2*)(stat + j + 8 * m);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        share[m][e] = power(share[m][e] * scale - (e % 2 == 0 ? log.x : log.y));
-                }
-                if (keep.least != 0) {
-                    // A thread of `attend` had queries g, g + 8 and keys 2t, 2t + 1, 2t + 8, 2t + 9; here it is the
-                    // other way round. The first four words are of even keys; of those, two are of queries below 8.
-                    const int4 words = *(const int4*)(mark + j / 2);
-                    const unsigned own[4] = {(unsigned)words.x, (unsigned)words.y, (unsigned)words.z,
-                                             (unsigned)words.w};
-                    float kept[2][4];
-#pragma unroll
-                    for (int m = 0; m < 2; m++)
+                    for (int m = 0; m < 2; m++) {
+                        const float2 log = *(const float2*)(stat + j + 8 * m);
+                        const float2 less = *(const float2*)(stat + ROWS + j + 8 * m);
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            const bool out = own[2 * m + e / 2] & (e % 2 == 0 ? first_bit : second_bit);
-                            kept[m][e] = out ? 0.f : share[m][e];
-                            inflow[m][e] = out ? 0.f : inflow[m][e];
+                            const bool even = e % 2 == 0, out = own[2 * m + e / 2] & (even ? first_bit : second_bit);
+                            const float weight = power(share[m][e] * scale - (even ? log.x : log.y));
+                            share[m][e] = out ? 0.f : weight;
+                            inflow[m][e] = share[m][e] * inflow[m][e] - weight * (even ? less.x : less.y);
                         }
-                    turn(a, kept[0], kept[1]);
-                } else
-                    turn(a, share[0], share[1]);
+                    }
+                };
+                // A thread of `attend` had queries g, g + 8 and keys 2t, 2t + 1, 2t + 8, 2t + 9; here it is the other
+                // way round. The first four words are of even keys; of those, two are of queries below 8.
+                if (keep.least != 0)
+                    settle(*(const int4*)(mark + j / 2));
+                else
+                    settle(make_int4(0, 0, 0, 0));
+                turn(a, share[0], share[1]);
 #pragma unroll
                 for (int k = 0; k < ROW_COLUMNS; k += 2) {
                     fetch<true>(b, down + j * LONG + ALL + 8 * k);
                     multiply_some(flow, k, a, b);
                 }
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    const float2 less = *(const float2*)(stat + ROWS + j + 8 * m);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        share[m][e] *= inflow[m][e] * keep.scale - (e % 2 == 0 ? less.x : less.y);
-                }
-                turn(a, share[0], share[1]);
+                turn(a, inflow[0], inflow[1]);
 #if WHOLE
                 put(pull.slopes[p][place.i / 16][j / 16], a);
 #else
@@ -745,11 +737,11 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
             __syncthreads();
             if (GRAD_STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
 #if WHOLE
-            pull.make(before, query_grads, place, j0, root);
+            pull.make(before, query_grads, place, j0, last_scale);
 #endif
         }
         if (place.live) {
-            write<SUM>(slope, key_grads, place, part, root, root, add);
+            write<SUM>(slope, key_grads, place, part, last_scale, last_scale, add);
             if (part == 0) write<WIDTH>(flow, value_grads, place, 0, keep.scale, keep.scale, 0);
         }
     }
@@ -759,13 +751,13 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
 // The gradients of queries of all DEPTH layers, from what `attend_grad` left in `slopes`. A warp has 16 queries.
 extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
 attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
-                    bf16* grad2, bf16* grad3, const int4* slopes, int n, int heads, int add) {
+                    bf16* grad2, bf16* grad3, const int4* slopes, const float* drop, int n, int heads, int add) {
     __shared__ __align__(16) Tile<SHORT> tiles[SHORT_STAGES];
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const Side keys{qkv0, qkv1, qkv2, qkv3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
     const int p = place.p, end = PACKED > 1 ? TILE : n;
-    const float root = rsqrtf((float)WIDTH);
+    const float scale = rsqrtf((float)WIDTH) / (1.f - drop[blockIdx.z]);
     const SideCopy<SHORT> copy_keys(keys, place);
     const int4* from = slopes + place.piece(0, place.i / 16) * 32 + threadIdx.x % 32;
     const long long stride = (n + 15) / 16 * 32; // to the next 16 keys
@@ -816,6 +808,6 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
             seal();
         }
     }
-    if (place.live) write<SUM>(slope, query_grads, place, 0, root, root, add);
+    if (place.live) write<SUM>(slope, query_grads, place, 0, scale, scale, add);
 }
 #endif

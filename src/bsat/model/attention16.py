@@ -108,14 +108,16 @@ class Attention16:
         whole = self.whole[len(qkvs) - 1]
         slopes = None if whole else mixed.new_empty(M, rows // n, self.slopes(shape))
         sizes = self._sizes(M, rows, 1 if whole else self.blocks)
+        dropping = self.noise.dropping(2, True)
         program.launch(
             "attend_grad", *sizes, *four(qkvs), *four(turned), mixed, grad, spread,
-            spread[self._logs(M, rows) :], slopes, *self.noise.dropping(2, True), site, n, shape.heads, int(add),
+            spread[self._logs(M, rows) :], slopes, *dropping, site, n, shape.heads, int(add),
         )  # fmt: skip
         if not whole:
             program.launch(
-                "attend_grad_queries", *sizes, *four(qkvs), *four(turned), slopes, n, shape.heads, int(add)
-            )
+                "attend_grad_queries", *sizes, *four(qkvs), *four(turned), slopes, dropping[-1], n, shape.heads,
+                int(add),
+            )  # fmt: skip
 
     def _logs(self, M: int, rows: int) -> int:
         """Logarithms of denominators, with room up to the next 16 bytes; then come the bits of what was dropped."""
