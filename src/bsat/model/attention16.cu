@@ -112,8 +112,15 @@ struct Side {
     const bf16 *layer0, *layer1, *layer2, *layer3;
     int d, shift; // 0 for queries, d for keys
 
-    __device__ const bf16* layer(int i) const { return i == 0 ? layer0 : i == 1 ? layer1 : i == 2 ? layer2 : layer3; }
-    __device__ const bf16* at(long long row, int head, int c) const {
+    __device__ int stride() const { return 3 * d; }
+    __device__ const bf16* layer(int i) const {
+        const bf16* found = layer0;
+        if (DEPTH > 1 && i > 0) found = layer1;
+        if (DEPTH > 2 && i > 1) found = layer2;
+        if (DEPTH > 3 && i > 2) found = layer3;
+        return found;
+    }
+    __device__ const bf16* at(long long row, int head, unsigned c) const {
         const int own = c % WIDTH, second = own >= HALF;
         return layer(c / WIDTH) + row * 3 * d + shift + second * (d / 2) + head * HALF + own - second * HALF;
     }
@@ -123,9 +130,10 @@ struct Side {
 struct Rows {
     static constexpr int together = ROW_RUN;
     const bf16* first;
-    int stride;
+    int apart;
 
-    __device__ const bf16* at(long long row, int head, int c) const { return first + row * stride + head * WIDTH + c; }
+    __device__ int stride() const { return apart; }
+    __device__ const bf16* at(long long row, int head, int c) const { return first + row * apart + head * WIDTH + c; }
 };
 
 // Which rows of what a thread has to do with.
@@ -231,45 +239,50 @@ struct RowCopy {
     } find;
     Copy<LONG, ROW_RUN, PACKED * run> copy;
     __device__ __forceinline__ RowCopy(const Rows& rows, const Place& place)
-        : find{rows, place}, copy(rows.stride, find) {}
+        : find{rows, place}, copy(rows.apart, find) {}
     __device__ __forceinline__ void operator()(Tile<LONG>& tile, int j0) const {
         copy.go(tile, find.place.n, j0, find);
     }
 };
 
-// Four numbers in a row, as far as there are COUNT: zeros behind.
-template <int COUNT, class From>
-__device__ __forceinline__ int2 four(const From& from, long long row, int head, int c) {
-    int2 both = make_int2(0, 0);
-    if (From::together >= 4) {
-        if (c < COUNT) both = *(const int2*)from.at(row, head, c);
-    } else if (From::together == 2) {
-        if (c < COUNT) both.x = *(const int*)from.at(row, head, c);
-        if (c + 2 < COUNT) both.y = *(const int*)from.at(row, head, c + 2);
-    } else {
-        unsigned x[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] = c + e < COUNT ? from.at(row, head, c + e)->bits : 0;
-        both = make_int2((int)(x[0] | x[1] << 16), (int)(x[2] | x[3] << 16));
-    }
-    return both;
-}
+// Four numbers `c` ... of the tokens of a window, as far as there are COUNT; c can be divided by 4.
+template <int COUNT, class From> struct Four {
+    static constexpr int run = From::together < 4 ? From::together : 4;
+    const bf16* at[4 / run]; // of the first token
+    int stride, c;
 
-template <int COUNT, class To>
-__device__ __forceinline__ void set_four(const To& to, long long row, int head, int c, int2 both) {
-    if (To::together >= 4) {
-        if (c < COUNT) *(int2*)to.at(row, head, c) = both;
-    } else if (To::together == 2) {
-        if (c < COUNT) *(int*)to.at(row, head, c) = both.x;
-        if (c + 2 < COUNT) *(int*)to.at(row, head, c + 2) = both.y;
-    } else {
+    __device__ __forceinline__ Four(const From& from, const Place& place, int head, int c) : stride(from.stride()), c(c) {
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (c + e < COUNT)
-                ((bf16*)to.at(row, head, c + e))->bits =
-                    (unsigned short)((unsigned)(e < 2 ? both.x : both.y) >> e % 2 * 16);
+        for (int e = 0; e < 4; e += run) at[e / run] = from.at(place.row, head, c + e);
     }
-}
+    // Those of token i; zeros behind.
+    __device__ __forceinline__ int2 read(int i) const {
+        unsigned x[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int e = 0; e < 4; e += run) {
+            if (c + e >= COUNT) continue;
+            const bf16* from = at[e / run] + i * stride;
+            if (run == 4) return *(const int2*)from;
+            x[e] = run == 2 ? *(const unsigned*)from : from->bits;
+        }
+        if (run == 2) return make_int2((int)x[0], (int)x[2]);
+        return make_int2((int)(x[0] | x[1] << 16), (int)(x[2] | x[3] << 16));
+    }
+    __device__ __forceinline__ void write(int i, int2 both) const {
+#pragma unroll
+        for (int e = 0; e < 4; e += run) {
+            if (c + e >= COUNT) continue;
+            bf16* to = (bf16*)at[e / run] + i * stride;
+            const unsigned two = (unsigned)(e < 2 ? both.x : both.y);
+            if (run == 4)
+                *(int2*)to = both;
+            else if (run == 2)
+                *(unsigned*)to = two;
+            else
+                to->bits = (unsigned short)(two >> e % 2 * 16);
+        }
+    }
+};
 
 // Of every 16 of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, four: a thread reads those of
 // one half, and its neighbour of the other. No branch: all are on their way at once. A row that is not there is read as
@@ -277,13 +290,16 @@ __device__ __forceinline__ void set_four(const To& to, long long row, int head, 
 template <int COUNT, int PIECES, class From>
 __device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From& from, const Place& place, int first) {
 #pragma unroll
-    for (int k = 0; k < PIECES; k++)
+    for (int k = 0; k < PIECES; k++) {
+        const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4;
+        const Four<COUNT, From> some(from, place, place.head, c < COUNT ? c : 0);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4, i = place.i + 8 * r;
-            found[k][r] = four<COUNT>(from, place.row + (i < place.n ? i : 0), place.head, c < COUNT ? c : 0);
+            const int i = place.i + 8 * r;
+            found[k][r] = some.read(i < place.n ? i : 0);
             if (c >= COUNT) found[k][r] = make_int2(0, 0);
         }
+    }
 }
 
 // The first COUNT numbers of rows i and i + 8, as the left side of products: neighbours trade what they read.
@@ -312,6 +328,7 @@ __device__ __forceinline__ void write_on(const int2 (&before)[FOURS][2], const f
 #pragma unroll
     for (int k = k0; k < k0 + 2 * FOURS && k < PIECES; k += 2) {
         const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
+        const Four<COUNT, To> some(to, place, place.head, c);
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float scale = r == 0 ? scale0 : scale1;
@@ -325,8 +342,7 @@ __device__ __forceinline__ void write_on(const int2 (&before)[FOURS][2], const f
             const float x2 = (even ? got0 : right0) * scale + lower(old.y);
             const float x3 = (even ? got1 : right1) * scale + upper(old.y);
             if (place.i + 8 * r < place.n && c < COUNT)
-                set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
-                                make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
+                some.write(place.i + 8 * r, make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
         }
     }
 }
@@ -554,9 +570,9 @@ struct Pull {
         Place there = place;
 #pragma unroll
         for (int u = 0; u < most; u++) {
-            const int piece = threadIdx.x / 32 % keys + u * keys, j = piece % down, c = piece / down;
+            const int piece = threadIdx.x / 32 % keys + u * keys, j = piece % down, c = right > 1 ? piece / down : 0;
             there.i = j0 + 16 * j + place.g;
-            if (j0 + 16 * j < place.n && c < right) make(u, there, j, c);
+            if (j0 + 16 * j < place.n && piece < down * right) make(u, there, j, c);
         }
     }
 
@@ -638,13 +654,13 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
 #endif
     read<WIDTH>(beside, values, place);
     for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
-        const int i = e % UP(n, TILE), q = e / UP(n, TILE);
+        const int i = e % ROWS, q = e / ROWS;
         float dot = 0.f;
         if (i < n) {
 #pragma unroll
             for (int c = 0; c < WIDTH; c += 4) {
-                const int2 a = four<WIDTH>(flows, place.row + i, place.head0 + q, c);
-                const int2 b = four<WIDTH>(mixed, place.row + i, place.head0 + q, c);
+                const int2 a = Four<WIDTH, Rows>(flows, place, place.head0 + q, c).read(i);
+                const int2 b = Four<WIDTH, Rows>(mixed, place, place.head0 + q, c).read(i);
                 dot += lower(a.x) * lower(b.x) + upper(a.x) * upper(b.x);
                 dot += lower(a.y) * lower(b.y) + upper(a.y) * upper(b.y);
             }
