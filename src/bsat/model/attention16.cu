@@ -65,6 +65,7 @@
 #define GRAD_BLOCKS 1
 #define QUERY_BLOCKS 2
 #endif
+#define AGAIN (WHOLE > 0 && ALL + WIDE > 48) // a warp fetches its keys each time, for want of registers
 #define EVERYONE 0xffffffffu
 
 // Some tokens in shared memory: ALL numbers of queries or keys, and maybe WIDE of something else.
@@ -251,7 +252,8 @@ template <int COUNT, class From> struct Four {
     const bf16* at[4 / run]; // of the first token
     int stride, c;
 
-    __device__ __forceinline__ Four(const From& from, const Place& place, int head, int c) : stride(from.stride()), c(c) {
+    __device__ __forceinline__ Four(const From& from, const Place& place, int head, int c)
+        : stride(from.stride()), c(c) {
 #pragma unroll
         for (int e = 0; e < 4; e += run) at[e / run] = from.at(place.row, head, c + e);
     }
@@ -547,25 +549,15 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
 #if WHOLE
 // The gradients of queries, of one tile at a time: from the slopes of its scores with all keys of a head.
 struct Pull {
-    static constexpr int keys = WHOLE / 16, down = TILE / 16, right = ALL / 16; // pieces
-    static constexpr int most = (down * right + keys - 1) / keys;               // that a warp makes
-    static constexpr int chains = ALL + WIDE <= 32 ? 2 : 1;
-    typedef bf16 Piece[256];                                                    // four matrices (8, 8): see `put`
+    static constexpr int keys = WHOLE / 16, down = TILE / 16, right = ALL / 16; // pieces: of keys, of what is made
+    static constexpr int most = (down * right + keys - 1) / keys;               // made by a warp
+    static constexpr int chains = ALL + WIDE <= 48 ? 2 : 1; // sums side by side, as registers allow: less to wait for
+    static_assert(PARTS == 1, "there are no slopes for a second part");
+    typedef bf16 Piece[256]; // as `put` leaves it
     Piece slopes[PACKED][keys][down];
     Piece numbers[PACKED][keys][right]; // of the keys
-    static_assert(PARTS == 1, "a piece has all slopes at once");
 
-    __device__ __forceinline__ void hold(unsigned (&mine)[right][4], const Place& place) {
-#pragma unroll
-        for (int k = 0; k < right; k++) {
-            const bool first = place.i < place.n, second = place.i + 8 < place.n; // zeros for keys that are not there
-            const unsigned a[4] = {first ? mine[k][0] : 0, second ? mine[k][1] : 0, first ? mine[k][2] : 0,
-                                   second ? mine[k][3] : 0};
-            put(numbers[place.p][threadIdx.x / 32 % keys][k], a);
-        }
-    }
-
-    // Calls `make` with each piece that this warp has of a tile: its number, and where it lies.
+    // Calls `make` with each piece that this warp makes of a tile: its number, and where it lies.
     template <class Make> __device__ __forceinline__ void pieces(const Place& place, int j0, const Make& make) const {
         Place there = place;
 #pragma unroll
@@ -576,7 +568,7 @@ struct Pull {
         }
     }
 
-    // What was there before, on its way while the last slopes are made.
+    // What was there before is on its way while others still make slopes.
     typedef int2 Before[most][1][2];
     __device__ __forceinline__ void ask(Before& before, const Side& grads, const Place& place, int j0, int add) const {
         pieces(place, j0, [&](int u, const Place& there, int, int c) {
@@ -584,11 +576,14 @@ struct Pull {
         });
     }
 
-    // After a barrier.
+    // When all slopes are there: after a barrier.
     __device__ __forceinline__ void make(const Before& before, const Side& grads, const Place& place, int j0,
                                          float scale) const {
+        const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
+        const int left = place.n - (WHOLE - 16) - 2 * place.t; // keys from this thread's first in the last piece
+        const auto there_are = [](int count) { return count > 1 ? ~0u : count > 0 ? 0xffffu : 0u; };
+        const unsigned near = there_are(left), far = there_are(left - 8);
         pieces(place, j0, [&](int u, const Place& there, int j, int c) {
-            const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
             float sum[chains][2][4];
 #pragma unroll
             for (int k = 0; k < chains; k++) zero(sum[k]);
@@ -597,6 +592,12 @@ struct Pull {
                 unsigned a[4], b[4];
                 fetch<true>(a, slopes[place.p][k][j] + 8 * turned); // queries down, keys to the right
                 fetch<true>(b, numbers[place.p][k][c] + 8 * lane);
+                if (k == keys - 1) { // nothing of keys that are not there
+                    a[0] &= near;
+                    a[1] &= near;
+                    a[2] &= far;
+                    a[3] &= far;
+                }
                 multiply_both(sum[k % chains][0], sum[k % chains][1], a, b);
             }
 #pragma unroll
@@ -622,7 +623,7 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     __shared__ __align__(16) float stats[PACKED][2][ROWS];
 #if WHOLE
     __shared__ __align__(16) Pull pull;
-    static_assert(sizeof(tiles) + sizeof(lost) + sizeof(stats) + sizeof(pull) <= 48 * 1024, "more than a block may have");
+    static_assert(sizeof(tiles) + sizeof(lost) + sizeof(stats) + sizeof(pull) <= 48 * 1024, "too much for a block");
 #endif
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
@@ -650,7 +651,8 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     clear(tiles, GRAD_STAGES, ALL + WIDTH, ALL + WIDE);
     read<SUM>(mine, keys, place);
 #if WHOLE
-    pull.hold(mine, place);
+#pragma unroll
+    for (int k = 0; k < ALL / 16; k++) put(pull.numbers[p][place.i / 16][k], mine[k]);
 #endif
     read<WIDTH>(beside, values, place);
     for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
@@ -697,6 +699,9 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                 unsigned a[4], b[4];
 #pragma unroll
                 for (int k = 0; k < ALL / 16; k++) {
+#if AGAIN
+                    fetch<false>(mine[k], pull.numbers[p][place.i / 16][k] + 8 * lane);
+#endif
                     fetch<false>(b, right + j * LONG + 16 * k);
                     multiply_both(share[0], share[1], mine[k], b);
                 }
