@@ -252,22 +252,26 @@ template <int COUNT, class From> struct Four {
     const bf16* at[4 / run]; // of the first token
     int stride, c;
 
+    Four() = default;
     __device__ __forceinline__ Four(const From& from, const Place& place, int head, int c)
         : stride(from.stride()), c(c) {
 #pragma unroll
-        for (int e = 0; e < 4; e += run) at[e / run] = from.at(place.row, head, c + e);
+        for (int e = 0; e < 4; e += run) at[e / run] = from.at(place.row, head, c + e < COUNT ? c + e : 0);
     }
-    // Those of token i; zeros behind.
+    // Those of token i; zeros behind. No branch: several are on their way at once.
     __device__ __forceinline__ int2 read(int i) const {
         unsigned x[4] = {0, 0, 0, 0};
 #pragma unroll
         for (int e = 0; e < 4; e += run) {
-            if (c + e >= COUNT) continue;
             const bf16* from = at[e / run] + i * stride;
-            if (run == 4) return *(const int2*)from;
+            const bool there = c + e < COUNT;
+            if (run == 4) {
+                const int2 both = *(const int2*)from;
+                return make_int2(there ? both.x : 0, there ? both.y : 0);
+            }
             x[e] = run == 2 ? *(const unsigned*)from : from->bits;
+            if (!there) x[e] = 0;
         }
-        if (run == 2) return make_int2((int)x[0], (int)x[2]);
         return make_int2((int)(x[0] | x[1] << 16), (int)(x[2] | x[3] << 16));
     }
     __device__ __forceinline__ void write(int i, int2 both) const {
@@ -286,30 +290,55 @@ template <int COUNT, class From> struct Four {
     }
 };
 
-// Of every 16 of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, four: a thread reads those of
-// one half, and its neighbour of the other. No branch: all are on their way at once. A row that is not there is read as
-// the first one: nobody writes what comes of it, but it is as finite as the rest.
-template <int COUNT, int PIECES, class From>
-__device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From& from, const Place& place, int first) {
+// What a thread reads and writes of the 16 numbers `first` ... of rows i and i + 8, as far as there are COUNT: four of
+// each, of one half, and its neighbour those of the other.
+template <int COUNT, class From> struct Fours {
+    Four<COUNT, From> where;
+    int i, n;
+
+    Fours() = default;
+    __device__ __forceinline__ Fours(const From& from, const Place& place, int first)
+        : where(from, place, place.head, first + place.t % 2 * 8 + place.t / 2 * 4), i(place.i), n(place.n) {}
+
+    // A row that is not there is read as the first one: nobody writes what comes of it, but it is as finite as the rest.
+    __device__ __forceinline__ void read(int2 (&found)[2]) const {
 #pragma unroll
-    for (int k = 0; k < PIECES; k++) {
-        const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4;
-        const Four<COUNT, From> some(from, place, place.head, c < COUNT ? c : 0);
+        for (int r = 0; r < 2; r++) found[r] = where.read(i + 8 * r < n ? i + 8 * r : 0);
+    }
+
+    // What was there before, if it shall be added to.
+    __device__ __forceinline__ void read_before(int2 (&before)[2], int add) const {
+        before[0] = before[1] = make_int2(0, 0);
+        if (add) read(before);
+    }
+
+    // What two products left (`left` and `right`), times `scale`, added to what was there before.
+    __device__ __forceinline__ void write(const int2 (&before)[2], const float (&left)[4], const float (&right)[4],
+                                          float scale0, float scale1) const {
+        const bool even = threadIdx.x % 2 == 0;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int i = place.i + 8 * r;
-            found[k][r] = some.read(i < place.n ? i : 0);
-            if (c >= COUNT) found[k][r] = make_int2(0, 0);
+            const float scale = r == 0 ? scale0 : scale1;
+            const float left0 = left[2 * r], left1 = left[2 * r + 1], right0 = right[2 * r], right1 = right[2 * r + 1];
+            const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
+            const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
+            const int2 old = before[r];
+            const float x0 = (even ? left0 : got0) * scale + lower(old.x);
+            const float x1 = (even ? left1 : got1) * scale + upper(old.x);
+            const float x2 = (even ? got0 : right0) * scale + lower(old.y);
+            const float x3 = (even ? got1 : right1) * scale + upper(old.y);
+            if (i + 8 * r < n) where.write(i + 8 * r, make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
         }
     }
-}
+};
 
 // The first COUNT numbers of rows i and i + 8, as the left side of products: neighbours trade what they read.
 template <int COUNT, int PIECES, class From>
 __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from, const Place& place) {
     const bool even = place.t % 2 == 0;
     int2 found[PIECES][2];
-    read_fours<COUNT>(found, from, place, 0);
+#pragma unroll
+    for (int k = 0; k < PIECES; k++) Fours<COUNT, From>(from, place, 16 * k).read(found[k]);
 #pragma unroll
     for (int k = 0; k < PIECES; k++)
 #pragma unroll
@@ -322,52 +351,21 @@ __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from,
 }
 
 // The way back, for what products leave: numbers `first` ... of rows i and i + 8, as far as there are COUNT, times
-// `scale`, added to what was there before (`read_fours`) and written. These are d[k0] ..., as many as `before` has.
-template <int COUNT, int FOURS, int PIECES, class To>
-__device__ __forceinline__ void write_on(const int2 (&before)[FOURS][2], const float (&d)[PIECES][4], int k0,
-                                         const To& to, const Place& place, int first, float scale0, float scale1) {
-    const bool even = place.t % 2 == 0;
-#pragma unroll
-    for (int k = k0; k < k0 + 2 * FOURS && k < PIECES; k += 2) {
-        const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
-        const Four<COUNT, To> some(to, place, place.head, c);
-#pragma unroll
-        for (int r = 0; r < 2; r++) {
-            const float scale = r == 0 ? scale0 : scale1;
-            const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
-            const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
-            const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
-            const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
-            const int2 old = before[(k - k0) / 2][r];
-            const float x0 = (even ? left0 : got0) * scale + lower(old.x);
-            const float x1 = (even ? left1 : got1) * scale + upper(old.x);
-            const float x2 = (even ? got0 : right0) * scale + lower(old.y);
-            const float x3 = (even ? got1 : right1) * scale + upper(old.y);
-            if (place.i + 8 * r < place.n && c < COUNT)
-                some.write(place.i + 8 * r, make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
-        }
-    }
-}
-
-// What was there before, if it shall be added to.
-template <int COUNT, int FOURS, class To>
-__device__ __forceinline__ void read_before(int2 (&before)[FOURS][2], const To& to, const Place& place, int first,
-                                            int add) {
-#pragma unroll
-    for (int k = 0; k < FOURS; k++) before[k][0] = before[k][1] = make_int2(0, 0);
-    if (add) read_fours<COUNT>(before, to, place, first);
-}
-
-// All of d, written or added.
+// `scale`, written or added.
 template <int COUNT, int PIECES, class To>
 __device__ __forceinline__ void write(const float (&d)[PIECES][4], const To& to, const Place& place, int first,
                                       float scale0, float scale1, int add) {
-    constexpr int together = PIECES < 8 ? PIECES : 8; // as many as there are registers for what was there before
+    constexpr int pairs = (PIECES + 1) / 2, together = pairs < 4 ? pairs : 4; // as registers allow
 #pragma unroll
-    for (int k = 0; k < PIECES; k += together) {
-        int2 before[(together + 1) / 2][2];
-        read_before<COUNT>(before, to, place, first + 8 * k, add);
-        write_on<COUNT>(before, d, k, to, place, first, scale0, scale1);
+    for (int k0 = 0; k0 < pairs; k0 += together) {
+        int2 before[together][2];
+#pragma unroll
+        for (int k = 0; k < together; k++)
+            Fours<COUNT, To>(to, place, first + 16 * (k0 + k)).read_before(before[k], add);
+#pragma unroll
+        for (int k = k0; k < k0 + together && k < pairs; k++)
+            Fours<COUNT, To>(to, place, first + 16 * k)
+                .write(before[k - k0], d[2 * k], d[2 * k + 1 < PIECES ? 2 * k + 1 : 2 * k], scale0, scale1);
     }
 }
 
@@ -568,22 +566,25 @@ struct Pull {
         }
     }
 
-    // What was there before is on its way while others still make slopes.
-    typedef int2 Before[most][1][2];
-    __device__ __forceinline__ void ask(Before& before, const Side& grads, const Place& place, int j0, int add) const {
+    // Where the pieces go, and what was there before: it is on its way while others still make slopes.
+    struct Goal {
+        Fours<SUM, Side> where[most];
+        int2 before[most][2];
+    };
+    __device__ __forceinline__ void aim(Goal& goal, const Side& grads, const Place& place, int j0, int add) const {
         pieces(place, j0, [&](int u, const Place& there, int, int c) {
-            read_before<SUM>(before[u], grads, there, 16 * c, add);
+            goal.where[u] = Fours<SUM, Side>(grads, there, 16 * c);
+            goal.where[u].read_before(goal.before[u], add);
         });
     }
 
     // When all slopes are there: after a barrier.
-    __device__ __forceinline__ void make(const Before& before, const Side& grads, const Place& place, int j0,
-                                         float scale) const {
+    __device__ __forceinline__ void make(const Goal& goal, const Place& place, int j0, float scale) const {
         const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
         const int left = place.n - (WHOLE - 16) - 2 * place.t; // keys from this thread's first in the last piece
         const auto there_are = [](int count) { return count > 1 ? ~0u : count > 0 ? 0xffffu : 0u; };
         const unsigned near = there_are(left), far = there_are(left - 8);
-        pieces(place, j0, [&](int u, const Place& there, int j, int c) {
+        pieces(place, j0, [&](int u, const Place&, int j, int c) {
             float sum[chains][2][4];
 #pragma unroll
             for (int k = 0; k < chains; k++) zero(sum[k]);
@@ -602,7 +603,7 @@ struct Pull {
             }
 #pragma unroll
             for (int e = 0; e < 8 * (chains - 1); e++) sum[0][e / 4][e % 4] += sum[1][e / 4][e % 4];
-            write_on<SUM>(before[u], sum[0], 0, grads, there, 16 * c, scale, scale);
+            goal.where[u].write(goal.before[u], sum[0][0], sum[0][1], scale, scale);
         });
     }
 };
@@ -752,13 +753,13 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
             }
             to += TILE * 2;
 #if WHOLE
-            Pull::Before before;
-            pull.ask(before, query_grads, place, j0, add);
+            Pull::Goal goal;
+            pull.aim(goal, query_grads, place, j0, add);
 #endif
             __syncthreads();
             if (GRAD_STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
 #if WHOLE
-            pull.make(before, query_grads, place, j0, last_scale);
+            pull.make(goal, place, j0, last_scale);
 #endif
         }
         if (place.live) {
