@@ -300,7 +300,7 @@ template <int COUNT, class From> struct Fours {
     __device__ __forceinline__ Fours(const From& from, const Place& place, int first)
         : where(from, place, place.head, first + place.t % 2 * 8 + place.t / 2 * 4), i(place.i), n(place.n) {}
 
-    // A row that is not there is read as the first one: nobody writes what comes of it, but it is as finite as the rest.
+    // A row that is not there is read as the first: nobody writes what comes of it, but it is as finite as the rest.
     __device__ __forceinline__ void read(int2 (&found)[2]) const {
 #pragma unroll
         for (int r = 0; r < 2; r++) found[r] = where.read(i + 8 * r < n ? i + 8 * r : 0);
