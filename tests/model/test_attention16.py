@@ -13,7 +13,7 @@ import cuda_on_cpu
 from bsat.model.attention16 import SOURCE, Attention16
 from bsat.model.stacked import Noise, Shape
 
-SITE, B = 5, 2
+SITE = 5
 
 CASES = {  # tokens, heads, width of a head, layers
     "a token": (1, 2, 8, 1),
@@ -35,6 +35,16 @@ CASES = {  # tokens, heads, width of a head, layers
 }
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
+MANY = {  # tokens on both sides of what a block of the gradient can have of a head; and whether it has all
+    "90 tokens": ((90, 1, 8, 4), True),
+    "90 tokens, three pieces for a warp": ((90, 1, 32, 3), True),
+    "90 tokens, too wide": ((90, 1, 32, 4), False),
+    "180 tokens": ((180, 1, 4, 3), True),
+    "180 tokens, all that fits": ((180, 1, 16, 3), True),
+    "as many as there can be": ((192, 1, 2, 4), True),
+    "one more": ((193, 1, 2, 4), False),
+}
+
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch):
@@ -47,7 +57,7 @@ def on_cpu(monkeypatch):
 @pytest.fixture(scope="module", autouse=True)
 def compiled():
     """The depth that a case asks for, two at a time."""
-    for case in CASES.values():
+    for case in [*CASES.values(), *(case for case, _ in MANY.values())]:
         cuda_on_cpu.compile_ahead(SOURCE, Attention16.variants(shape_of(case))[-1][1])
 
 
@@ -80,7 +90,7 @@ def untouched(x, fill):
     return torch.equal(around.nan_to_num(-7.0), torch.full_like(around, fill).nan_to_num(-7.0))
 
 
-def draw(case, *, M=2):
+def draw(case, *, M=2, B=2):
     """qkv of every layer, the output's gradient, and gradients that are there already."""
     tokens, heads, width, layers = case
     generator = torch.Generator().manual_seed(0)
@@ -98,7 +108,8 @@ def plain(case, qkvs, noise):
     scores = 0
     for qkv in qkvs:
         M, d = len(qkv), heads * width
-        parts = qkv.view(M, B, n, 3 * d)
+        parts = qkv.view(M, -1, n, 3 * d)
+        B = parts.shape[1]
         q, key = (
             parts[..., a * d : (a + 1) * d].reshape(M, B, n, 2, heads, width // 2).permute(0, 1, 4, 2, 3, 5).flatten(-2)
             for a in (0, 1)
@@ -162,6 +173,15 @@ def test_a_training_step(case):
     check(case, *draw(case), make_noise(2))
 
 
+@pytest.mark.parametrize("shares", [(0.2, 0.1, 0.3), (0.0, 0.0, 0.0)], ids=["dropout", "no dropout, added"])
+@pytest.mark.parametrize("name", MANY)
+def test_many_tokens(name, shares):
+    case, whole = MANY[name]
+    kept = Attention16.variants(shape_of(case))[-1][1]["WHOLE"]
+    assert kept == (-(-case[0] // 16) * 16 if whole else 0)
+    check(case, *draw(case, M=1, B=1), make_noise(1, shares), add=shares[2] == 0)
+
+
 @pytest.mark.parametrize("name", ["few tokens", "a width of 24", "two tiles", "a width of 2", "a width of 6"])
 def test_without_dropout_and_added_to_what_is_there(name):
     case = CASES[name]
@@ -185,20 +205,20 @@ def test_scores_far_from_zero(name):
     check(case, qkvs, grad, before, make_noise(2), least=100.0)
 
 
-def test_scores_all_far_below_zero():
+@pytest.mark.parametrize("case", [CASES["two tiles"], MANY["one more"][0]], ids=["two tiles", "193 tokens"])
+def test_scores_all_far_below_zero(case):
     """What pads a tile has a score of 0, far above: none of it may be felt."""
-    case = CASES["two tiles"]
-    qkvs, grad, before = draw(case)
+    qkvs, grad, before = draw(case, M=1, B=1)
     d = grad.shape[-1]
     for qkv in qkvs:
         qkv[..., :d] += 20
         qkv[..., d : 2 * d] -= 20
-    check(case, qkvs, grad, before, make_noise(2), least=100.0)
+    check(case, qkvs, grad, before, make_noise(1), least=100.0)
 
 
-def test_nothing_depends_on_who_is_beside():
-    case = CASES["few tokens"]
-    qkvs, grad, _ = draw(case, M=3)
+@pytest.mark.parametrize("case", [CASES["few tokens"], MANY["180 tokens"][0]], ids=["few tokens", "180 tokens"])
+def test_nothing_depends_on_who_is_beside(case):
+    qkvs, grad, _ = draw(case, M=3, B=1)
     noise = make_noise(3)
 
     def run(members):
@@ -212,6 +232,20 @@ def test_nothing_depends_on_who_is_beside():
 
     for alone, among in zip(run([1]), run([0, 1, 2]), strict=True):
         assert torch.equal(alone[0], among[1])
+
+
+def test_slopes_are_kept_only_where_a_block_cannot_have_all_keys():
+    shape = shape_of((180, 4, 16, 3))
+    assert [sizes["WHOLE"] for _, sizes in Attention16.variants(shape)] == [192] * 3
+    assert Attention16.slopes(shape) == 0
+    deeper = replace(shape, layers=4)  # the last layer alone
+    assert [sizes["WHOLE"] for _, sizes in Attention16.variants(deeper)] == [192] * 3 + [0]
+    assert Attention16.slopes(deeper) == 4 * 192**2
+    for tokens in (1, 16, 45, 90, 192):
+        for width in (2, 4, 8):
+            small = replace(deeper, tokens=tokens, width=4 * width)
+            assert Attention16.slopes(small) == 0
+            assert Attention16.slopes(replace(small, tokens=193)) == 4 * 208**2
 
 
 def test_which_shapes_it_takes():

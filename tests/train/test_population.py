@@ -458,8 +458,10 @@ def test_larger_networks_take_more_memory():
     assert training_bytes(replace(shape, spline=True), 64) > size
     wide = replace(shape, tokens=180, width=128, heads=4, feed=512, layers=3)
     assert 0.5 < training_bytes(wide, 128, brief=True) / training_bytes(wide, 128) < 1
-    narrow = replace(wide, width=16, heads=8, feed=32)  # where the slopes of scores are most of it
-    assert training_bytes(narrow, 128, brief=True) / training_bytes(narrow, 128) > 1.5
+    narrow = replace(wide, width=16, heads=8, feed=32)
+    assert training_bytes(narrow, 128, brief=True) < training_bytes(narrow, 128)
+    long = replace(narrow, tokens=200)  # where the slopes of scores are kept, and are most of it
+    assert training_bytes(long, 128, brief=True) / training_bytes(long, 128) > 1.5
 
 
 # ---- the banks -------------------------------------------------------------------------------------------------------

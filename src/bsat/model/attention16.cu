@@ -6,7 +6,9 @@
 // first halves of all heads come first.
 //
 // The gradient does not find out again what is known: `attend` leaves which weights were dropped, and `attend_grad`
-// the gradients of the scores, in pieces of 16 queries and 16 keys.
+// the gradients of the scores, in pieces of 16 queries and 16 keys. WHOLE is the number of keys (a multiple of 16) if a
+// block of `attend_grad` has all of a head: then it makes the gradients of queries too, and no score's leaves the
+// processor. Otherwise it is 0, and `attend_grad_queries` makes them.
 
 #include "noise.cuh"
 #include "tensor.cuh"
@@ -24,20 +26,24 @@
 #define PART_COLUMNS (PARTS == 1 ? COLUMNS : PART / 8)
 #define ROW_COLUMNS (UP(WIDTH, 8) / 8)
 #define TILE 48
-#define MOST 512                                  // tokens
-#define ROWS (PACKED > 1 ? TILE : UP(MOST, TILE)) // several heads are packed only if a tile holds all tokens
+#define MOST 512 // tokens
+#define ROWS (PACKED > 1 ? TILE : UP(WHOLE > 0 ? WHOLE : MOST, TILE)) // packed only if a tile holds all tokens
 #define THREADS 192
-#define WARPS (THREADS / 32)
+#define GRAD_THREADS (WHOLE > 0 ? WHOLE * 2 * PACKED : THREADS)
+#define GRAD_WARPS (GRAD_THREADS / 32)
 #define LONG (ALL + WIDE + 8) // of a row in shared memory, 8 more than it needs: `fetch` then meets every bank once
 #define SHORT (ALL + 8)       // without values
 #define BYTES(row) (TILE * (row) * 2 * PACKED)
-#define STAGES (PACKED == 1 && 2 * (BYTES(LONG) + WARPS * TILE * 2) + 8 * ROWS <= 49000 ? 2 : 1) // tiles held at once,
-#define SHORT_STAGES (PACKED == 1 && 2 * BYTES(SHORT) <= 49000 ? 2 : 1)                          // one under way
+#define STAGES_OF(row, beside) (PACKED == 1 && 2 * BYTES(row) + (beside) <= 48 * 1024 ? 2 : 1) // tiles held at once,
+#define STAGES STAGES_OF(LONG, 0)                                                              // one under way
+#define SHORT_STAGES STAGES_OF(SHORT, 0)
+#define HELD (WHOLE * PACKED * (ALL + TILE) * 2) // bytes of keys, and of slopes with the queries of a tile
+#define GRAD_STAGES (0 < WHOLE && WHOLE <= TILE ? 1 : STAGES_OF(LONG, GRAD_WARPS * TILE * 4 + 8 * ROWS + HELD))
 #define LOG2E 1.4426950408889634f
 #define FAR 1e30f
 
-// Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold: they take 64 registers of a thread
-// if there are five of them, 80 if four, 96 if three, 168 if two.
+// Blocks of attend, attend_grad and attend_grad_queries that a processor shall hold, of THREADS: they take 64 registers
+// of a thread if there are five of them, 80 if four, 96 if three, 168 if two.
 #if ALL + WIDE <= 32
 #define BLOCKS 4
 #define GRAD_BLOCKS 4
@@ -59,6 +65,7 @@
 #define GRAD_BLOCKS 1
 #define QUERY_BLOCKS 2
 #endif
+#define AGAIN (WHOLE > 0 && ALL + WIDE > 48) // a warp fetches its keys each time, for want of registers
 #define EVERYONE 0xffffffffu
 
 // Some tokens in shared memory: ALL numbers of queries or keys, and maybe WIDE of something else.
@@ -106,8 +113,15 @@ struct Side {
     const bf16 *layer0, *layer1, *layer2, *layer3;
     int d, shift; // 0 for queries, d for keys
 
-    __device__ const bf16* layer(int i) const { return i == 0 ? layer0 : i == 1 ? layer1 : i == 2 ? layer2 : layer3; }
-    __device__ const bf16* at(long long row, int head, int c) const {
+    __device__ int stride() const { return 3 * d; }
+    __device__ const bf16* layer(int i) const {
+        const bf16* found = layer0;
+        if (DEPTH > 1 && i > 0) found = layer1;
+        if (DEPTH > 2 && i > 1) found = layer2;
+        if (DEPTH > 3 && i > 2) found = layer3;
+        return found;
+    }
+    __device__ const bf16* at(long long row, int head, unsigned c) const {
         const int own = c % WIDTH, second = own >= HALF;
         return layer(c / WIDTH) + row * 3 * d + shift + second * (d / 2) + head * HALF + own - second * HALF;
     }
@@ -117,9 +131,10 @@ struct Side {
 struct Rows {
     static constexpr int together = ROW_RUN;
     const bf16* first;
-    int stride;
+    int apart;
 
-    __device__ const bf16* at(long long row, int head, int c) const { return first + row * stride + head * WIDTH + c; }
+    __device__ int stride() const { return apart; }
+    __device__ const bf16* at(long long row, int head, int c) const { return first + row * apart + head * WIDTH + c; }
 };
 
 // Which rows of what a thread has to do with.
@@ -187,6 +202,9 @@ template <int ROW, int COUNT, int RUNS> struct Copy {
         step = blockDim.x / RUNS;
         j = same && threadIdx.x < step * RUNS ? threadIdx.x / RUNS : TILE;
         from = find(threadIdx.x % RUNS, to);
+#ifdef __CUDA_ARCH__
+        asm("" : "+l"(from)); // a register from here on, and not a sum that is made again for every tile
+#endif
     }
 };
 
@@ -222,66 +240,105 @@ struct RowCopy {
     } find;
     Copy<LONG, ROW_RUN, PACKED * run> copy;
     __device__ __forceinline__ RowCopy(const Rows& rows, const Place& place)
-        : find{rows, place}, copy(rows.stride, find) {}
+        : find{rows, place}, copy(rows.apart, find) {}
     __device__ __forceinline__ void operator()(Tile<LONG>& tile, int j0) const {
         copy.go(tile, find.place.n, j0, find);
     }
 };
 
-// Four numbers in a row, as far as there are COUNT: zeros behind.
-template <int COUNT, class From>
-__device__ __forceinline__ int2 four(const From& from, long long row, int head, int c) {
-    int2 both = make_int2(0, 0);
-    if (From::together >= 4) {
-        if (c < COUNT) both = *(const int2*)from.at(row, head, c);
-    } else if (From::together == 2) {
-        if (c < COUNT) both.x = *(const int*)from.at(row, head, c);
-        if (c + 2 < COUNT) both.y = *(const int*)from.at(row, head, c + 2);
-    } else {
-        unsigned x[4];
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] = c + e < COUNT ? from.at(row, head, c + e)->bits : 0;
-        both = make_int2((int)(x[0] | x[1] << 16), (int)(x[2] | x[3] << 16));
-    }
-    return both;
-}
+// Four numbers `c` ... of the tokens of a window, as far as there are COUNT; c can be divided by 4.
+template <int COUNT, class From> struct Four {
+    static constexpr int run = From::together < 4 ? From::together : 4;
+    const bf16* at[4 / run]; // of the first token
+    int stride, c;
 
-template <int COUNT, class To>
-__device__ __forceinline__ void set_four(const To& to, long long row, int head, int c, int2 both) {
-    if (To::together >= 4) {
-        if (c < COUNT) *(int2*)to.at(row, head, c) = both;
-    } else if (To::together == 2) {
-        if (c < COUNT) *(int*)to.at(row, head, c) = both.x;
-        if (c + 2 < COUNT) *(int*)to.at(row, head, c + 2) = both.y;
-    } else {
+    Four() = default;
+    __device__ __forceinline__ Four(const From& from, const Place& place, int head, int c)
+        : stride(from.stride()), c(c) {
 #pragma unroll
-        for (int e = 0; e < 4; e++)
-            if (c + e < COUNT)
-                ((bf16*)to.at(row, head, c + e))->bits =
-                    (unsigned short)((unsigned)(e < 2 ? both.x : both.y) >> e % 2 * 16);
+        for (int e = 0; e < 4; e += run) at[e / run] = from.at(place.row, head, c + e < COUNT ? c + e : 0);
     }
-}
-
-// Of every 16 of the numbers `first` ... of rows i and i + 8, as far as there are COUNT, four: a thread reads those of
-// one half, and its neighbour of the other. No branch: all are on their way at once.
-template <int COUNT, int PIECES, class From>
-__device__ __forceinline__ void read_fours(int2 (&found)[PIECES][2], const From& from, const Place& place, int first) {
+    // Those of token i; zeros behind. No branch: several are on their way at once.
+    __device__ __forceinline__ int2 read(int i) const {
+        unsigned x[4] = {0, 0, 0, 0};
 #pragma unroll
-    for (int k = 0; k < PIECES; k++)
+        for (int e = 0; e < 4; e += run) {
+            const bf16* from = at[e / run] + i * stride;
+            const bool there = c + e < COUNT;
+            if (run == 4) {
+                const int2 both = *(const int2*)from;
+                return make_int2(there ? both.x : 0, there ? both.y : 0);
+            }
+            x[e] = run == 2 ? *(const unsigned*)from : from->bits;
+            if (!there) x[e] = 0;
+        }
+        return make_int2((int)(x[0] | x[1] << 16), (int)(x[2] | x[3] << 16));
+    }
+    __device__ __forceinline__ void write(int i, int2 both) const {
+#pragma unroll
+        for (int e = 0; e < 4; e += run) {
+            if (c + e >= COUNT) continue;
+            bf16* to = (bf16*)at[e / run] + i * stride;
+            const unsigned two = (unsigned)(e < 2 ? both.x : both.y);
+            if (run == 4)
+                *(int2*)to = both;
+            else if (run == 2)
+                *(unsigned*)to = two;
+            else
+                to->bits = (unsigned short)(two >> e % 2 * 16);
+        }
+    }
+};
+
+// What a thread reads and writes of the 16 numbers `first` ... of rows i and i + 8, as far as there are COUNT: four of
+// each, of one half, and its neighbour those of the other.
+template <int COUNT, class From> struct Fours {
+    Four<COUNT, From> where;
+    int i, n;
+
+    Fours() = default;
+    __device__ __forceinline__ Fours(const From& from, const Place& place, int first)
+        : where(from, place, place.head, first + place.t % 2 * 8 + place.t / 2 * 4), i(place.i), n(place.n) {}
+
+    // A row that is not there is read as the first: nobody writes what comes of it, but it is as finite as the rest.
+    __device__ __forceinline__ void read(int2 (&found)[2]) const {
+#pragma unroll
+        for (int r = 0; r < 2; r++) found[r] = where.read(i + 8 * r < n ? i + 8 * r : 0);
+    }
+
+    // What was there before, if it shall be added to.
+    __device__ __forceinline__ void read_before(int2 (&before)[2], int add) const {
+        before[0] = before[1] = make_int2(0, 0);
+        if (add) read(before);
+    }
+
+    // What two products left (`left` and `right`), times `scale`, added to what was there before.
+    __device__ __forceinline__ void write(const int2 (&before)[2], const float (&left)[4], const float (&right)[4],
+                                          float scale0, float scale1) const {
+        const bool even = threadIdx.x % 2 == 0;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int c = first + 16 * k + place.t % 2 * 8 + place.t / 2 * 4, i = place.i + 8 * r;
-            found[k][r] = four<COUNT>(from, place.row + (i < place.n ? i : 0), place.head, c < COUNT ? c : 0);
-            if (i >= place.n || c >= COUNT) found[k][r] = make_int2(0, 0);
+            const float scale = r == 0 ? scale0 : scale1;
+            const float left0 = left[2 * r], left1 = left[2 * r + 1], right0 = right[2 * r], right1 = right[2 * r + 1];
+            const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
+            const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
+            const int2 old = before[r];
+            const float x0 = (even ? left0 : got0) * scale + lower(old.x);
+            const float x1 = (even ? left1 : got1) * scale + upper(old.x);
+            const float x2 = (even ? got0 : right0) * scale + lower(old.y);
+            const float x3 = (even ? got1 : right1) * scale + upper(old.y);
+            if (i + 8 * r < n) where.write(i + 8 * r, make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
         }
-}
+    }
+};
 
 // The first COUNT numbers of rows i and i + 8, as the left side of products: neighbours trade what they read.
 template <int COUNT, int PIECES, class From>
 __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from, const Place& place) {
     const bool even = place.t % 2 == 0;
     int2 found[PIECES][2];
-    read_fours<COUNT>(found, from, place, 0);
+#pragma unroll
+    for (int k = 0; k < PIECES; k++) Fours<COUNT, From>(from, place, 16 * k).read(found[k]);
 #pragma unroll
     for (int k = 0; k < PIECES; k++)
 #pragma unroll
@@ -298,34 +355,17 @@ __device__ __forceinline__ void read(unsigned (&a)[PIECES][4], const From& from,
 template <int COUNT, int PIECES, class To>
 __device__ __forceinline__ void write(const float (&d)[PIECES][4], const To& to, const Place& place, int first,
                                       float scale0, float scale1, int add) {
-    constexpr int together = PIECES < 8 ? PIECES : 8; // as many as there are registers for what was there before
-    const bool even = place.t % 2 == 0;
+    constexpr int pairs = (PIECES + 1) / 2, together = pairs < 4 ? pairs : 4; // as registers allow
 #pragma unroll
-    for (int k0 = 0; k0 < PIECES; k0 += together) {
-        int2 before[(together + 1) / 2][2];
+    for (int k0 = 0; k0 < pairs; k0 += together) {
+        int2 before[together][2];
 #pragma unroll
-        for (int k = 0; k < together; k += 2) before[k / 2][0] = before[k / 2][1] = make_int2(0, 0);
-        if (add) read_fours<COUNT>(before, to, place, first + 8 * k0);
+        for (int k = 0; k < together; k++)
+            Fours<COUNT, To>(to, place, first + 16 * (k0 + k)).read_before(before[k], add);
 #pragma unroll
-        for (int k = k0; k < k0 + together && k < PIECES; k += 2) {
-            const int c = first + 8 * k + place.t % 2 * 8 + place.t / 2 * 4, last = k + 1 < PIECES ? k + 1 : k;
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const float scale = r == 0 ? scale0 : scale1;
-                const float left0 = d[k][2 * r], left1 = d[k][2 * r + 1];
-                const float right0 = d[last][2 * r], right1 = d[last][2 * r + 1];
-                const float got0 = __shfl_xor_sync(EVERYONE, even ? right0 : left0, 1);
-                const float got1 = __shfl_xor_sync(EVERYONE, even ? right1 : left1, 1);
-                const int2 old = before[(k - k0) / 2][r];
-                const float x0 = (even ? left0 : got0) * scale + lower(old.x);
-                const float x1 = (even ? left1 : got1) * scale + upper(old.x);
-                const float x2 = (even ? got0 : right0) * scale + lower(old.y);
-                const float x3 = (even ? got1 : right1) * scale + upper(old.y);
-                if (place.i + 8 * r < place.n && c < COUNT)
-                    set_four<COUNT>(to, place.row + place.i + 8 * r, place.head, c,
-                                    make_int2((int)pack(x0, x1), (int)pack(x2, x3)));
-            }
-        }
+        for (int k = k0; k < k0 + together && k < pairs; k++)
+            Fours<COUNT, To>(to, place, first + 16 * k)
+                .write(before[k - k0], d[2 * k], d[2 * k + 1 < PIECES ? 2 * k + 1 : 2 * k], scale0, scale1);
     }
 }
 
@@ -504,26 +544,97 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
     }
 }
 
+#if WHOLE
+// The gradients of queries, of one tile at a time: from the slopes of its scores with all keys of a head.
+struct Pull {
+    static constexpr int keys = WHOLE / 16, down = TILE / 16, right = ALL / 16; // pieces: of keys, of what is made
+    static constexpr int most = (down * right + keys - 1) / keys;               // made by a warp
+    static constexpr int chains = ALL + WIDE <= 48 ? 2 : 1; // sums side by side, as registers allow: less to wait for
+    static_assert(PARTS == 1, "there are no slopes for a second part");
+    typedef bf16 Piece[256]; // as `put` leaves it
+    Piece slopes[PACKED][keys][down];
+    Piece numbers[PACKED][keys][right]; // of the keys
+
+    // Calls `make` with each piece that this warp makes of a tile: its number, and where it lies.
+    template <class Make> __device__ __forceinline__ void pieces(const Place& place, int j0, const Make& make) const {
+        Place there = place;
+#pragma unroll
+        for (int u = 0; u < most; u++) {
+            const int piece = threadIdx.x / 32 % keys + u * keys, j = piece % down, c = right > 1 ? piece / down : 0;
+            there.i = j0 + 16 * j + place.g;
+            if (j0 + 16 * j < place.n && piece < down * right) make(u, there, j, c);
+        }
+    }
+
+    // Where the pieces go, and what was there before: it is on its way while others still make slopes.
+    struct Goal {
+        Fours<SUM, Side> where[most];
+        int2 before[most][2];
+    };
+    __device__ __forceinline__ void aim(Goal& goal, const Side& grads, const Place& place, int j0, int add) const {
+        pieces(place, j0, [&](int u, const Place& there, int, int c) {
+            goal.where[u] = Fours<SUM, Side>(grads, there, 16 * c);
+            goal.where[u].read_before(goal.before[u], add);
+        });
+    }
+
+    // When all slopes are there: after a barrier.
+    __device__ __forceinline__ void make(const Goal& goal, const Place& place, int j0, float scale) const {
+        const int lane = threadIdx.x % 32, turned = lane % 8 + lane / 8 % 2 * 16 + lane / 16 * 8;
+        const int left = place.n - (WHOLE - 16) - 2 * place.t; // keys from this thread's first in the last piece
+        const auto there_are = [](int count) { return count > 1 ? ~0u : count > 0 ? 0xffffu : 0u; };
+        const unsigned near = there_are(left), far = there_are(left - 8);
+        pieces(place, j0, [&](int u, const Place&, int j, int c) {
+            float sum[chains][2][4];
+#pragma unroll
+            for (int k = 0; k < chains; k++) zero(sum[k]);
+#pragma unroll
+            for (int k = 0; k < keys; k++) {
+                unsigned a[4], b[4];
+                fetch<true>(a, slopes[place.p][k][j] + 8 * turned); // queries down, keys to the right
+                fetch<true>(b, numbers[place.p][k][c] + 8 * lane);
+                if (k == keys - 1) { // nothing of keys that are not there
+                    a[0] &= near;
+                    a[1] &= near;
+                    a[2] &= far;
+                    a[3] &= far;
+                }
+                multiply_both(sum[k % chains][0], sum[k % chains][1], a, b);
+            }
+#pragma unroll
+            for (int e = 0; e < 8 * (chains - 1); e++) sum[0][e / 4][e % 4] += sum[1][e / 4][e % 4];
+            goal.where[u].write(goal.before[u], sum[0][0], sum[0][1], scale, scale);
+        });
+    }
+};
+#endif
+
 // The gradients of keys of all DEPTH layers, written to grad0 ..., or added to what is there (`add`), and of the values
 // of the last of them. A warp has 16 keys and meets all queries. The gradients of scores, but for their scale, go to
 // `slopes`: (M, B, heads, n / 16, n / 16) pieces of 16 keys (down) and 16 queries, in the order of the left side of a
-// product, 4 words of each thread together. Those of keys that are not there may be anything, infinite even.
-extern "C" __global__ void __launch_bounds__(THREADS, GRAD_BLOCKS)
+// product, 4 words of each thread together; or to `pull`, which then makes the gradients of queries.
+constexpr int grad_threads = GRAD_THREADS, grad_blocks = (GRAD_BLOCKS * THREADS + grad_threads / 2) / grad_threads;
+extern "C" __global__ void __launch_bounds__(grad_threads, grad_blocks)
 attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
             bf16* grad2, bf16* grad3, const bf16* out, const bf16* grad, const float* spread, const unsigned* gone,
             int4* slopes, const int* seeds, const int* step, const float* drop, int site, int n, int heads, int add) {
-    __shared__ __align__(16) Tile<LONG> tiles[STAGES];
-    __shared__ __align__(16) unsigned lost[STAGES][WARPS][TILE / 16][8];
-    __shared__ __align__(16) float stats[PACKED][2][ROWS]; // logarithms of denominators; output times its gradient
+    __shared__ __align__(16) Tile<LONG> tiles[GRAD_STAGES];
+    __shared__ __align__(16) unsigned lost[GRAD_STAGES][GRAD_WARPS][TILE / 16][8];
+    // Logarithms of denominators; output times its gradient, over `keep.scale`, which the end brings.
+    __shared__ __align__(16) float stats[PACKED][2][ROWS];
+#if WHOLE
+    __shared__ __align__(16) Pull pull;
+    static_assert(sizeof(tiles) + sizeof(lost) + sizeof(stats) + sizeof(pull) <= 48 * 1024, "too much for a block");
+#endif
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const Drop keep(seeds, step, drop, site, blockIdx.z);
     const Side queries{qkv0, qkv1, qkv2, qkv3, d, 0}, keys{qkv0, qkv1, qkv2, qkv3, d, d};
-    const Side key_grads{grad0, grad1, grad2, grad3, d, d};
+    const Side key_grads{grad0, grad1, grad2, grad3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
     const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, value_grads{key_grads.layer(DEPTH - 1) + 2 * d, 3 * d};
     const Rows mixed{out, d}, flows{grad, d};
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const float root = rsqrtf((float)WIDTH), scale = root * LOG2E;
+    const float scale = rsqrtf((float)WIDTH) * LOG2E, last_scale = keep.scale * rsqrtf((float)WIDTH);
     const SideCopy<LONG> copy_queries(queries, place);
     const RowCopy copy_flows(flows, place);
     const unsigned* said = gone + place.piece(lane / 2, place.i / 16) * 8 + lane % 2 * 4; // of the first tile
@@ -537,23 +648,27 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     };
     unsigned mine[ALL / 16][4], beside[WIDE / 16][4];
     meet(0, 0);
-    clear(tiles, STAGES, SUM, ALL);
-    clear(tiles, STAGES, ALL + WIDTH, ALL + WIDE);
+    clear(tiles, GRAD_STAGES, SUM, ALL);
+    clear(tiles, GRAD_STAGES, ALL + WIDTH, ALL + WIDE);
     read<SUM>(mine, keys, place);
+#if WHOLE
+#pragma unroll
+    for (int k = 0; k < ALL / 16; k++) put(pull.numbers[p][place.i / 16][k], mine[k]);
+#endif
     read<WIDTH>(beside, values, place);
     for (int e = threadIdx.x; e < PACKED * UP(n, TILE); e += blockDim.x) {
-        const int i = e % UP(n, TILE), q = e / UP(n, TILE);
+        const int i = e % ROWS, q = e / ROWS;
         float dot = 0.f;
         if (i < n) {
 #pragma unroll
             for (int c = 0; c < WIDTH; c += 4) {
-                const int2 a = four<WIDTH>(flows, place.row + i, place.head0 + q, c);
-                const int2 b = four<WIDTH>(mixed, place.row + i, place.head0 + q, c);
+                const int2 a = Four<WIDTH, Rows>(flows, place, place.head0 + q, c).read(i);
+                const int2 b = Four<WIDTH, Rows>(mixed, place, place.head0 + q, c).read(i);
                 dot += lower(a.x) * lower(b.x) + upper(a.x) * upper(b.x);
                 dot += lower(a.y) * lower(b.y) + upper(a.y) * upper(b.y);
             }
         }
-        stats[q][1][i] = dot;
+        stats[q][1][i] = dot / keep.scale;
         stats[q][0][i] = i < n ? spread[place.stat + (q - p) * n + i] : FAR; // leaves no weight
     }
     const unsigned first_bit = 1u << (8 * t + place.g / 2), second_bit = first_bit << 4;
@@ -562,11 +677,11 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
         float slope[PART_COLUMNS][4], flow[ROW_COLUMNS][4];
         zero(slope);
         zero(flow);
-        int4* to = slopes + place.piece(place.i / 16, 0) * 32 + lane;
+        [[maybe_unused]] int4* to = slopes + place.piece(place.i / 16, 0) * 32 + lane;
         if (part > 0) meet(0, 0);
         for (int j0 = 0; j0 < end; j0 += TILE) {
-            const int stage = STAGES == 2 ? j0 / TILE % 2 : 0;
-            if (STAGES == 2 && j0 + TILE < end) {
+            const int stage = GRAD_STAGES == 2 ? j0 / TILE % 2 : 0;
+            if (GRAD_STAGES == 2 && j0 + TILE < end) {
                 meet(1 - stage, j0 + TILE);
                 arrive<1>();
             } else
@@ -585,6 +700,9 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                 unsigned a[4], b[4];
 #pragma unroll
                 for (int k = 0; k < ALL / 16; k++) {
+#if AGAIN
+                    fetch<false>(mine[k], pull.numbers[p][place.i / 16][k] + 8 * lane);
+#endif
                     fetch<false>(b, right + j * LONG + 16 * k);
                     multiply_both(share[0], share[1], mine[k], b);
                 }
@@ -593,45 +711,40 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                     fetch<false>(b, right + j * LONG + ALL + 16 * k);
                     multiply_both(inflow[0], inflow[1], beside[k], b);
                 }
+                // From scores to weights, zero if dropped, and from the inflow to the slopes of scores.
+                const auto settle = [&](int4 words) {
+                    const int own[4] = {words.x, words.y, words.z, words.w};
 #pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    const float2 log = *(const float2*)(stat + j + 8 * m);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        share[m][e] = power(share[m][e] * scale - (e % 2 == 0 ? log.x : log.y));
-                }
-                if (keep.least != 0) {
-                    // A thread of `attend` had queries g, g + 8 and keys 2t, 2t + 1, 2t + 8, 2t + 9; here it is the
-                    // other way round. The first four words are of even keys; of those, two are of queries below 8.
-                    const int4 words = *(const int4*)(mark + j / 2);
-                    const unsigned own[4] = {(unsigned)words.x, (unsigned)words.y, (unsigned)words.z,
-                                             (unsigned)words.w};
-                    float kept[2][4];
-#pragma unroll
-                    for (int m = 0; m < 2; m++)
+                    for (int m = 0; m < 2; m++) {
+                        const float2 log = *(const float2*)(stat + j + 8 * m);
+                        const float2 less = *(const float2*)(stat + ROWS + j + 8 * m);
 #pragma unroll
                         for (int e = 0; e < 4; e++) {
-                            const bool out = own[2 * m + e / 2] & (e % 2 == 0 ? first_bit : second_bit);
-                            kept[m][e] = out ? 0.f : share[m][e];
-                            inflow[m][e] = out ? 0.f : inflow[m][e];
+                            const bool even = e % 2 == 0, out = own[2 * m + e / 2] & (even ? first_bit : second_bit);
+                            const float weight = power(share[m][e] * scale - (even ? log.x : log.y));
+                            share[m][e] = out ? 0.f : weight;
+                            inflow[m][e] = share[m][e] * inflow[m][e] - weight * (even ? less.x : less.y);
                         }
-                    turn(a, kept[0], kept[1]);
-                } else
-                    turn(a, share[0], share[1]);
+                    }
+                };
+                // A thread of `attend` had queries g, g + 8 and keys 2t, 2t + 1, 2t + 8, 2t + 9; here it is the other
+                // way round. The first four words are of even keys; of those, two are of queries below 8.
+                if (keep.least != 0)
+                    settle(*(const int4*)(mark + j / 2));
+                else
+                    settle(make_int4(0, 0, 0, 0));
+                turn(a, share[0], share[1]);
 #pragma unroll
                 for (int k = 0; k < ROW_COLUMNS; k += 2) {
                     fetch<true>(b, down + j * LONG + ALL + 8 * k);
                     multiply_some(flow, k, a, b);
                 }
-#pragma unroll
-                for (int m = 0; m < 2; m++) {
-                    const float2 less = *(const float2*)(stat + ROWS + j + 8 * m);
-#pragma unroll
-                    for (int e = 0; e < 4; e++)
-                        share[m][e] *= inflow[m][e] * keep.scale - (e % 2 == 0 ? less.x : less.y);
-                }
-                turn(a, share[0], share[1]);
+                turn(a, inflow[0], inflow[1]);
+#if WHOLE
+                put(pull.slopes[p][place.i / 16][j / 16], a);
+#else
                 if (part == 0) to[j * 2] = make_int4((int)a[0], (int)a[1], (int)a[2], (int)a[3]);
+#endif
 #pragma unroll
                 for (int k = 0; k < PART_COLUMNS; k += 2) {
                     fetch<true>(b, down + j * LONG + part + 8 * k);
@@ -639,26 +752,34 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
                 }
             }
             to += TILE * 2;
+#if WHOLE
+            Pull::Goal goal;
+            pull.aim(goal, query_grads, place, j0, add);
+#endif
             __syncthreads();
-            if (STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
+            if (GRAD_STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);
+#if WHOLE
+            pull.make(goal, place, j0, last_scale);
+#endif
         }
         if (place.live) {
-            write<SUM>(slope, key_grads, place, part, root, root, add);
+            write<SUM>(slope, key_grads, place, part, last_scale, last_scale, add);
             if (part == 0) write<WIDTH>(flow, value_grads, place, 0, keep.scale, keep.scale, 0);
         }
     }
 }
 
+#if !WHOLE
 // The gradients of queries of all DEPTH layers, from what `attend_grad` left in `slopes`. A warp has 16 queries.
 extern "C" __global__ void __launch_bounds__(THREADS, QUERY_BLOCKS)
 attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, bf16* grad0, bf16* grad1,
-                    bf16* grad2, bf16* grad3, const int4* slopes, int n, int heads, int add) {
+                    bf16* grad2, bf16* grad3, const int4* slopes, const float* drop, int n, int heads, int add) {
     __shared__ __align__(16) Tile<SHORT> tiles[SHORT_STAGES];
     const int d = heads * WIDTH;
     const Place place(n, heads, blockIdx.x);
     const Side keys{qkv0, qkv1, qkv2, qkv3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
     const int p = place.p, end = PACKED > 1 ? TILE : n;
-    const float root = rsqrtf((float)WIDTH);
+    const float scale = rsqrtf((float)WIDTH) / (1.f - drop[blockIdx.z]);
     const SideCopy<SHORT> copy_keys(keys, place);
     const int4* from = slopes + place.piece(0, place.i / 16) * 32 + threadIdx.x % 32;
     const long long stride = (n + 15) / 16 * 32; // to the next 16 keys
@@ -691,14 +812,6 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
 #pragma unroll
             for (int m = 0; m < TILE / 16; m++) piece[m] = ahead[m];
             if (j0 + TILE < end) load(j0 + TILE);
-            if (n - j0 < TILE) { // zeros for keys that are not there
-#pragma unroll
-                for (int m = 0; m < TILE / 16; m++) {
-                    const int key = j0 + 16 * m + place.g;
-                    if (key >= n) piece[m].x = piece[m].z = 0;
-                    if (key + 8 >= n) piece[m].y = piece[m].w = 0;
-                }
-            }
 #pragma unroll
             for (int m = 0; m < TILE / 16; m++) {
                 const unsigned a[4] = {flip((unsigned)piece[m].x), flip((unsigned)piece[m].z),
@@ -717,5 +830,6 @@ attend_grad_queries(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const 
             seal();
         }
     }
-    if (place.live) write<SUM>(slope, query_grads, place, 0, root, root, add);
+    if (place.live) write<SUM>(slope, query_grads, place, 0, scale, scale, add);
 }
+#endif

@@ -15,6 +15,9 @@ SOURCE = Path(__file__).with_suffix(".cu")
 TILE, MOST_WARPS = 48, 6
 """As in the kernels: tokens in shared memory at once, warps of a block."""
 
+MOST_WHOLE, SHARED = 192, 48 * 1024
+"""Keys of which a block of the gradient may have all, and the bytes of shared memory that it has for them."""
+
 
 class Attention16:
     """The kernels of `attention16.cu`.
@@ -36,22 +39,32 @@ class Attention16:
     @staticmethod
     def variants(shape: Shape) -> list[tuple[Path, dict[str, int]]]:
         """What will be compiled, for `nvrtc.compile_ahead`."""
-        packed = _packed(shape)
-        return [
-            (SOURCE, {"DEPTH": depth, "WIDTH": shape.head_width, "PACKED": packed})
-            for depth in range(1, shape.layers + 1)
-        ]
+        same = {"WIDTH": shape.head_width, "PACKED": _packed(shape)}
+        depths = range(1, shape.layers + 1)
+        return [(SOURCE, {"DEPTH": depth, **same, "WHOLE": _whole(shape, depth)}) for depth in depths]
+
+    @staticmethod
+    def slopes(shape: Shape) -> int:
+        """The most numbers that the gradient of a layer keeps for each window: the slopes of scores, if any."""
+        whole = all(_whole(shape, depth) for depth in range(1, shape.layers + 1))
+        return 0 if whole else shape.heads * _pieces(shape) ** 2 * 256
 
     def __init__(self, shape: Shape, noise: Noise) -> None:
         self.shape, self.noise = shape, noise
-        self.programs = [nvrtc.program(path, **sizes) for path, sizes in self.variants(shape)]
-        packed = _packed(shape)
-        self.pieces = -(-shape.tokens // 16)
+        variants = self.variants(shape)
+        self.programs = [nvrtc.program(path, **sizes) for path, sizes in variants]
+        self.whole = [sizes["WHOLE"] > 0 for _, sizes in variants]
+        """Whether a block of the gradient has all keys of its heads."""
+        self.pieces = _pieces(shape)
         """Of 16 tokens each."""
-        blocks = -(-self.pieces // MOST_WARPS)
-        self.threads = -(-self.pieces // blocks) * packed * 32
-        self.blocks = blocks * shape.heads // packed
-        """For a window."""
+        self.blocks = -(-self.pieces // MOST_WARPS)
+        """For a head, or those that are packed."""
+
+    def _sizes(self, M: int, rows: int, blocks: int) -> tuple[tuple[int, int, int], int]:
+        """A grid with so many blocks for a head, and the threads of a block."""
+        packed = _packed(self.shape)
+        grid = blocks * self.shape.heads // packed, rows // self.shape.tokens, M
+        return grid, -(-self.pieces // blocks) * packed * 32
 
     def forward(self, qkvs: list[Tensor], training: bool, site: int) -> tuple[Tensor, Tensor | None]:
         """What the last of some layers sees, (M, B n, d), and what the gradient needs to know of it.
@@ -68,7 +81,7 @@ class Attention16:
         logs = self._logs(M, rows)
         spread = mixed.new_empty(logs + logs // n * self.pieces**2 * 8, dtype=torch.float32) if training else None
         self.programs[len(qkvs) - 1].launch(
-            "attend", (self.blocks, rows // n, M), self.threads,
+            "attend", *self._sizes(M, rows, self.blocks),
             *four(qkvs), mixed, spread, None if spread is None else spread[logs:],
             *self.noise.dropping(2, training), site, n, shape.heads,
         )  # fmt: skip
@@ -92,22 +105,43 @@ class Attention16:
         shape = self.shape
         M, rows, _ = qkvs[0].shape
         n, program = shape.tokens, self.programs[len(qkvs) - 1]
-        slopes = mixed.new_empty(M, rows // n, shape.heads, self.pieces, self.pieces, 256)
-        grid = self.blocks, rows // n, M
+        whole = self.whole[len(qkvs) - 1]
+        slopes = None if whole else mixed.new_empty(M, rows // n, self.slopes(shape))
+        sizes = self._sizes(M, rows, 1 if whole else self.blocks)
+        dropping = self.noise.dropping(2, True)
         program.launch(
-            "attend_grad", grid, self.threads, *four(qkvs), *four(turned), mixed, grad, spread,
-            spread[self._logs(M, rows) :], slopes, *self.noise.dropping(2, True), site, n, shape.heads, int(add),
+            "attend_grad", *sizes, *four(qkvs), *four(turned), mixed, grad, spread,
+            spread[self._logs(M, rows) :], slopes, *dropping, site, n, shape.heads, int(add),
         )  # fmt: skip
-        program.launch(
-            "attend_grad_queries", grid, self.threads, *four(qkvs), *four(turned), slopes, n, shape.heads, int(add)
-        )
+        if not whole:
+            program.launch(
+                "attend_grad_queries", *sizes, *four(qkvs), *four(turned), slopes, dropping[-1], n, shape.heads,
+                int(add),
+            )  # fmt: skip
 
     def _logs(self, M: int, rows: int) -> int:
         """Logarithms of denominators, with room up to the next 16 bytes; then come the bits of what was dropped."""
         return -(-M * rows * self.shape.heads // 4) * 4
 
 
+def _pieces(shape: Shape) -> int:
+    """Of 16 tokens each."""
+    return -(-shape.tokens // 16)
+
+
 def _packed(shape: Shape) -> int:
     """Heads of a block: two where there are few tokens."""
     small = shape.tokens <= TILE and shape.layers * shape.head_width <= 128
     return 2 if small and shape.heads % 2 == 0 else 1
+
+
+def _whole(shape: Shape, depth: int) -> int:
+    """Keys of a head, in pieces of 16, if a block of the gradient can have them all; else 0."""
+    keys, packed = 16 * _pieces(shape), _packed(shape)
+    columns, beside = (-(-width // 16) * 16 for width in (depth * shape.head_width, shape.head_width))
+    if keys > MOST_WHOLE or columns > 128:
+        return 0
+    rows = -(-keys // TILE) * TILE
+    of_key = 2 * (columns + TILE) + TILE // 8  # its numbers, and its slopes and bits with the queries of a tile
+    tile = 2 * TILE * (columns + beside + 8)
+    return keys if packed * (keys * of_key + tile + 8 * rows) <= SHARED else 0

@@ -97,6 +97,20 @@ template <bool TURN> __device__ __forceinline__ void fetch(unsigned (&out)[4], c
 #endif
 }
 
+// Four matrices (8, 8), of each of which a thread holds the pair (g, 2t), (g, 2t + 1), to shared memory: one behind the
+// other, row by row, so that thread i has row i at to + 8 i for `fetch`. Every bank is met once. Aligned to 16 bytes.
+__device__ __forceinline__ void put(bf16* to, const unsigned (&in)[4]) {
+    const int lane = threadIdx.x % 32;
+#if __CUDA_ARCH__ >= 900
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(
+                     (unsigned)__cvta_generic_to_shared(to + 8 * lane)),
+                 "r"(in[0]), "r"(in[1]), "r"(in[2]), "r"(in[3])
+                 : "memory");
+#else
+    for (int m = 0; m < 4; m++) ((unsigned*)to)[32 * m + lane] = in[m];
+#endif
+}
+
 // A matrix (8, 8) of which a thread holds the pair (g, 2t), (g, 2t + 1), with rows and columns exchanged.
 __device__ __forceinline__ unsigned flip(unsigned both) {
 #ifdef __CUDA_ARCH__

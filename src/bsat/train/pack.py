@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .. import nvrtc
 from ..model import Network, fused, stacked
+from ..model.attention16 import Attention16
 from ..model.stacked import Batch, Noise, Shape, Stack
 from ..tokens.door import check_choice
 from .bank import Bank
@@ -354,12 +355,12 @@ def training_bytes(shape: Shape, batch: int, *, brief: bool = False) -> int:
     if not brief:
         return 4 * (rows * (kept + passing + basis + d) + 7 * parameters)
     # The feed-forward part is kept twice, and what the gradients of weights need until they are all computed. Scores
-    # come in pieces of 16 x 16: a layer keeps their dropped bits, and one at a time has their slopes.
+    # come in pieces of 16 x 16: a layer keeps their dropped bits, and one at a time has their slopes, where it must.
     held = shape.layers * (2 * shape.feed + 2 * d)
-    scores = batch * shape.heads * (-(-shape.tokens // 16) * 16) ** 2
+    gone = batch * shape.heads * (-(-shape.tokens // 16) * 16) ** 2 * shape.layers // 8
+    slopes = 2 * batch * Attention16.slopes(shape)
     logs = 4 * rows * shape.layers * shape.heads
-    scores = scores * (16 + shape.layers) // 8  # bytes
-    return 2 * rows * (kept + passing + held + basis + d) + logs + scores + 30 * parameters
+    return 2 * rows * (kept + passing + held + basis + d) + logs + gone + slopes + 30 * parameters
 
 
 def _described(network: Network) -> Shape:
