@@ -1,8 +1,10 @@
 // CUDA's words for a C++ compiler, so that the kernels can be tested where there is no GPU: included before the first
 // line of a .cu file by cuda_on_cpu.py.
 //
-// Blocks run one after another, and the threads of a block take turns on one processor, in order, from barrier to
-// barrier: the same result every time. A barrier that some of its threads never reach is reported, not waited for.
+// Blocks run one after another. The warps of a block do so as well, each as far as the next barrier of the block, and
+// its threads take turns as far as the next of the warp: the same result every time, and if a barrier is missing, what
+// is read too early is found to be no number. In every second block all of that goes backwards (in the others, if
+// CUDA_ON_CPU_BACKWARDS is set). A barrier that some of its threads never reach is reported, not waited for.
 
 #pragma once
 
@@ -13,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <string>
@@ -201,27 +204,21 @@ static inline void go_on(Thread& t) {
     setcontext(&begin);
 }
 
-// Lets threads go on that wait at barriers which all have reached. Returns whether there were any.
-static inline bool release() {
+// Lets threads of a warp go on that wait at a barrier which all of its mask have reached. Returns whether there were any.
+static inline bool release(unsigned first) {
     auto& threads = block.threads;
-    const auto waits = [](const Thread& t) { return t.state == State::at_block_barrier; };
-    if (std::all_of(threads.begin(), threads.end(), waits)) {
-        for (auto& t : threads) t.state = State::ready;
-        return true;
-    }
+    const unsigned end = std::min<std::size_t>(first + WARP, threads.size());
     bool any = false;
-    for (auto& t : threads) {
-        if (t.state != State::at_warp_barrier) continue;
-        const unsigned first = t.rank / WARP * WARP, mask = t.mask;
+    for (unsigned rank = first; rank < end; rank++) {
+        if (threads[rank].state != State::at_warp_barrier) continue;
+        const unsigned mask = threads[rank].mask;
         const auto each = [&](const auto& act) {
-            for (unsigned lane = 0; lane < WARP && first + lane < threads.size(); lane++)
-                if (mask >> lane & 1) act(threads[first + lane]);
+            for (unsigned other = first; other < end; other++)
+                if (mask >> (other - first) & 1) act(threads[other]);
         };
-        bool complete = mask >> t.rank % WARP & 1;
-        each([&](const Thread& other) {
-            complete = complete && other.state == State::at_warp_barrier && other.mask == mask;
-        });
-        if (complete) each([&](Thread& other) { other.state = State::ready; });
+        bool complete = mask >> (rank - first) & 1;
+        each([&](const Thread& t) { complete = complete && t.state == State::at_warp_barrier && t.mask == mask; });
+        if (complete) each([](Thread& t) { t.state = State::ready; });
         any = any || complete;
     }
     return any;
@@ -235,12 +232,25 @@ static inline bool run_block() {
         t.state = State::ready;
         t.exchanges = 0;
     }
+    static const bool turned = std::getenv("CUDA_ON_CPU_BACKWARDS");
+    const bool backwards = (blockIdx.x + blockIdx.y + blockIdx.z) % 2 != turned;
+    const unsigned count = threads.size(), warps = (count + WARP - 1) / WARP;
+    const auto all = [&](State state) {
+        return std::all_of(threads.begin(), threads.end(), [&](const Thread& t) { return t.state == state; });
+    };
     for (;;) {
-        for (auto& t : threads)
-            if (t.state == State::ready) go_on(t);
-        const auto done = [](const Thread& t) { return t.state == State::done; };
-        if (std::all_of(threads.begin(), threads.end(), done)) return true;
-        if (!release()) break;
+        for (unsigned w = 0; w < warps; w++) {
+            const unsigned first = (backwards ? warps - 1 - w : w) * WARP;
+            do {
+                for (unsigned lane = 0; lane < WARP; lane++) {
+                    const unsigned rank = first + (backwards ? WARP - 1 - lane : lane);
+                    if (rank < count && threads[rank].state == State::ready) go_on(threads[rank]);
+                }
+            } while (release(first));
+        }
+        if (all(State::done)) return true;
+        if (!all(State::at_block_barrier)) break;
+        for (auto& t : threads) t.state = State::ready;
     }
     unsigned at_block = 0, at_warp = 0, gone = 0;
     for (auto& t : threads) {
