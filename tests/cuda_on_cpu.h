@@ -17,6 +17,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -143,6 +144,13 @@ constexpr std::size_t STACK = 256 * 1024;
 
 enum class State { ready, at_block_barrier, at_warp_barrier, done };
 
+// Under way to shared memory: `bytes` of `all`, zeros behind.
+struct Copy {
+    void* to;
+    const void* from;
+    int bytes, all;
+};
+
 struct Thread {
     jmp_buf place;
     bool begun = false;
@@ -153,6 +161,8 @@ struct Thread {
     unsigned mask = 0;  // of the warp's barrier it waits at
     std::uint64_t deposit[2] = {0, 0};  // what it offers to its warp, in this exchange and in the last
     unsigned exchanges = 0;
+    std::vector<Copy> sent;  // since the last group was closed
+    std::deque<std::vector<Copy>> groups;
 };
 
 struct Block {
@@ -231,6 +241,8 @@ static inline bool run_block() {
     for (auto& t : threads) {
         t.state = State::ready;
         t.exchanges = 0;
+        t.sent.clear();
+        t.groups.clear();
     }
     static const bool turned = std::getenv("CUDA_ON_CPU_BACKWARDS");
     const bool backwards = (blockIdx.x + blockIdx.y + blockIdx.z) % 2 != turned;
@@ -346,6 +358,27 @@ static T exchange(unsigned mask, T value, int width, Source source) {
 }
 
 }  // namespace cuda_on_cpu
+
+// Copies that go on while a thread does something else: here nothing moves before the thread waits for it.
+static inline void copy_later(void* to, const void* from, int bytes, int all) {
+    cuda_on_cpu::block.running->sent.push_back({to, from, bytes, all});
+}
+
+static inline void copies_are_a_group() {
+    auto& self = *cuda_on_cpu::block.running;
+    self.groups.push_back(std::move(self.sent));
+    self.sent.clear();
+}
+
+// All groups but the last `left`.
+static inline void copy_now(int left) {
+    auto& groups = cuda_on_cpu::block.running->groups;
+    for (; (int)groups.size() > left; groups.pop_front())
+        for (const auto& copy : groups.front()) {
+            std::memcpy(copy.to, copy.from, copy.bytes);
+            std::memset((char*)copy.to + copy.bytes, 0, copy.all - copy.bytes);
+        }
+}
 
 static inline void __syncwarp(unsigned mask = 0xffffffffu) { cuda_on_cpu::wait_for_warp(mask); }
 

@@ -103,7 +103,7 @@ template <int COUNT> __device__ __forceinline__ void send_some(bf16* to, const b
         asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(at), "l"(from), "r"(there ? 4 : 0)
                      : "memory");
 #else
-    for (int i = 0; i < COUNT; i++) to[i].bits = there ? from[i].bits : 0;
+    copy_later(to, from, there ? 2 * COUNT : 0, 2 * COUNT);
 #endif
 }
 

@@ -151,7 +151,7 @@ __device__ __forceinline__ void send(void* to, const void* from, bool there) {
     const unsigned at = (unsigned)__cvta_generic_to_shared(to);
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(at), "l"(from), "r"(there ? 16 : 0) : "memory");
 #else
-    for (int i = 0; i < 16; i++) ((char*)to)[i] = there ? ((const char*)from)[i] : 0;
+    copy_later(to, from, there ? 16 : 0, 16);
 #endif
 }
 
@@ -159,6 +159,8 @@ __device__ __forceinline__ void send(void* to, const void* from, bool there) {
 __device__ __forceinline__ void seal() {
 #ifdef __CUDA_ARCH__
     asm volatile("cp.async.commit_group;" ::: "memory");
+#else
+    copies_are_a_group();
 #endif
 }
 
@@ -166,5 +168,7 @@ __device__ __forceinline__ void seal() {
 template <int LEFT> __device__ __forceinline__ void arrive() {
 #ifdef __CUDA_ARCH__
     asm volatile("cp.async.wait_group %0;" ::"n"(LEFT) : "memory");
+#else
+    copy_now(LEFT);
 #endif
 }
