@@ -28,7 +28,13 @@ from gpu_training import BATCH, dropping, machine, need_gpu, pack_of, wait, walk
 from training import TOKENS, our_step, their_step
 
 D, LAYERS, MANY, STEPS = 64, 3, 16, 3
-KINDS = {"theirs": "PatchTST", "plain": "plain loop", "captured": "captured", "population": f"population of {MANY}"}
+KINDS = {
+    "theirs": "PatchTST",
+    "plain": "plain loop",
+    "captured": "captured",
+    "brief": "captured, 16 bits",
+    "population": f"population of {MANY}",
+}
 TARGETS = {45: 150, 180: 1200}
 """MiB of a captured step by tokens."""
 
@@ -53,11 +59,13 @@ def measure(kind: str, n: int, device: str) -> dict[str, Any]:
         data = tensor_bytes(batches.windows, batches._kept)
     else:
         # The networks stay, as they do in a training.
-        pack, networks = pack_of(members, dropping(D, LAYERS), n, walk_windows(STEPS * BATCH, device))
+        precision = "bfloat16" if kind == "brief" else "float32"
+        windows = walk_windows(STEPS * BATCH, device)
+        pack, networks = pack_of(members, dropping(D, LAYERS), n, windows, precision=precision)
         data = tensor_bytes(pack.train, pack.val, pack.train.windows, pack.val.windows)
         shape = describe(networks[0])
         assert shape is not None
-        estimate = training_bytes(shape, BATCH)
+        estimate = training_bytes(shape, BATCH, brief=kind == "brief")
     wait(device)
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()

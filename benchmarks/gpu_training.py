@@ -90,7 +90,9 @@ def walk_windows(count: int, device: str, *, lookback: int = L, horizon: int = H
     return Windows(series, starts, torch.zeros_like(starts, dtype=torch.int32), lookback, horizon, gaps=False)
 
 
-def pack_of(members: int, config: NetworkConfig, n: int, windows: Windows) -> tuple[Pack, list[Network]]:
+def pack_of(
+    members: int, config: NetworkConfig, n: int, windows: Windows, *, precision: str = "float32"
+) -> tuple[Pack, list[Network]]:
     """Networks that differ in their seeds; an epoch trains on all windows. The networks are returned too."""
     device, tokenizer = windows.series.device, BSplineTokenizer(n)
     networks = [
@@ -101,7 +103,8 @@ def pack_of(members: int, config: NetworkConfig, n: int, windows: Windows) -> tu
     val_bank = Bank(windows.some(BATCH), [(tokenizer, networks[0])])
     configs = [TrainConfig(seed=seed, batch_size=BATCH) for seed in range(members)]
     deviation = torch.ones(1, dtype=torch.float64, device=device)
-    return Pack(networks, configs, train_bank, val_bank, [0] * members, deviation=deviation), networks
+    banks = train_bank, val_bank, [0] * members
+    return Pack(networks, configs, *banks, deviation=deviation, precision=precision), networks
 
 
 def dropping(d: int, layers: int) -> NetworkConfig:

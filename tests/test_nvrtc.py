@@ -136,8 +136,8 @@ def compiler(monkeypatch, tmp_path):
     made, compiled = Compiler(), []
     monkeypatch.setattr(nvrtc, "_compiler", lambda: made)
 
-    def compile_(name, source, options):
-        compiled.append((name, options))
+    def compile_(name, source, headers, options):
+        compiled.append((name, headers, options))
         return b"image of " + source
 
     monkeypatch.setattr(nvrtc, "_compile", compile_)
@@ -152,12 +152,35 @@ def test_a_source_is_compiled_once_and_kept(compiler, tmp_path):
     assert nvrtc._compile_or_find(source, ["-a"]) == b"image of one"
     assert nvrtc._compile_or_find(source, ["-a"]) == b"image of one"
     assert len(compiler.compiled) == 1
-    name, options = compiler.compiled[0]
-    assert name == "some.cu"
-    assert options == ["-a", f"--include-path={tmp_path}"]
+    assert compiler.compiled[0] == ("some.cu", {}, ["-a"])
     (kept,) = (tmp_path / "cache" / "bsat" / "kernels").iterdir()  # and nothing half written beside it
     assert kept.name.startswith("some-")
     assert kept.read_bytes() == b"image of one"
+
+
+def test_headers_are_those_beside_the_source(compiler, tmp_path, monkeypatch):
+    """Wherever the process works: NVRTC must not look for them itself."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "words.cuh").write_bytes(b"another's")
+    monkeypatch.chdir(tmp_path / "here")
+    source = tmp_path / "some.cu"
+    source.write_bytes(b"one")
+    (tmp_path / "words.cuh").write_bytes(b"ours")
+    nvrtc._compile_or_find(source, [])
+    assert compiler.compiled == [("some.cu", {"words.cuh": b"ours"}, [])]
+
+
+def test_headers_are_handed_over(monkeypatch):
+    class Compiler:
+        def nvrtcCreateProgram(self, handle, source, name, count, headers, names):
+            self.made = source, name, list(headers)[:count], list(names)[:count]
+            return 1
+
+    made = Compiler()
+    monkeypatch.setattr(nvrtc, "_compiler", lambda: made)
+    with pytest.raises(RuntimeError, match=r"NVRTC did not take some\.cu"):
+        nvrtc._compile("some.cu", b"one", {"a.cuh": b"first", "b.cuh": b"second"}, ["-x"])
+    assert made.made == (b"one", b"some.cu", [b"first", b"second"], [b"a.cuh", b"b.cuh"])
 
 
 def test_any_change_compiles_anew(compiler, tmp_path):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -139,12 +139,12 @@ def _compile_or_find(path: Path, options: list[str]) -> bytes:
     source = path.read_bytes()
     version = (ctypes.c_int * 2)()
     _compiler().nvrtcVersion(ctypes.byref(version, 0), ctypes.byref(version, 4))
-    headers = b"".join(header.read_bytes() for header in sorted(path.parent.glob("*.cuh")))
-    key = hashlib.sha256(repr((tuple(version), options)).encode() + source + headers).hexdigest()
+    headers = {header.name: header.read_bytes() for header in sorted(path.parent.glob("*.cuh"))}
+    key = hashlib.sha256(repr((tuple(version), options)).encode() + source + b"".join(headers.values())).hexdigest()
     name = f"{path.stem}-{key[:32]}.cubin"
     with suppress(OSError, RuntimeError):  # a folder that is not there or cannot be read costs a few seconds
         return (_folder() / name).read_bytes()
-    image = _compile(path.name, source, [*options, f"--include-path={path.parent}"])
+    image = _compile(path.name, source, headers, options)
     with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
         with replacing(_folder() / name) as temporary:
@@ -157,10 +157,14 @@ def _folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bsat" / "kernels"
 
 
-def _compile(name: str, source: bytes, options: list[str]) -> bytes:
+def _compile(name: str, source: bytes, headers: Mapping[str, bytes], options: Sequence[str]) -> bytes:
+    """Headers are handed over: NVRTC would look for files of their names in the working folder first."""
     rtc, handle = _compiler(), ctypes.c_void_p()
-    array = (ctypes.c_char_p * len(options))(*(o.encode() for o in options))
-    if rtc.nvrtcCreateProgram(ctypes.byref(handle), source, name.encode(), 0, None, None) != 0:
+    texts, names, array = (
+        (ctypes.c_char_p * len(some))(*some)
+        for some in (list(headers.values()), [h.encode() for h in headers], [o.encode() for o in options])
+    )
+    if rtc.nvrtcCreateProgram(ctypes.byref(handle), source, name.encode(), len(headers), texts, names) != 0:
         raise RuntimeError(f"NVRTC did not take {name}")
     try:
         failed = rtc.nvrtcCompileProgram(handle, len(options), array) != 0
