@@ -547,7 +547,8 @@ attend(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qkv3, b
 #if WHOLE
 // The gradients of queries, of one tile at a time: from the slopes of its scores with all keys of a head.
 struct Pull {
-    static constexpr int keys = WHOLE / 16, down = TILE / 16, right = ALL / 16; // pieces: of keys, of what is made
+    static constexpr int keys = WHOLE / 16, right = ALL / 16;            // pieces: of keys, of what is made
+    static constexpr int down = WHOLE < TILE ? keys : TILE / 16;
     static constexpr int most = (down * right + keys - 1) / keys;               // made by a warp
     static constexpr int chains = ALL + WIDE <= 48 ? 2 : 1; // sums side by side, as registers allow: less to wait for
     static_assert(PARTS == 1, "there are no slopes for a second part");
@@ -630,7 +631,7 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
     const Place place(n, heads, blockIdx.x);
     const Drop keep(seeds, step, drop, site, blockIdx.z);
     const Side queries{qkv0, qkv1, qkv2, qkv3, d, 0}, keys{qkv0, qkv1, qkv2, qkv3, d, d};
-    const Side key_grads{grad0, grad1, grad2, grad3, d, d}, query_grads{grad0, grad1, grad2, grad3, d, 0};
+    const Side key_grads{grad0, grad1, grad2, grad3, d, d};
     const Rows values{keys.layer(DEPTH - 1) + 2 * d, 3 * d}, value_grads{key_grads.layer(DEPTH - 1) + 2 * d, 3 * d};
     const Rows mixed{out, d}, flows{grad, d};
     const int t = place.t, p = place.p, end = PACKED > 1 ? TILE : n, lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -754,7 +755,7 @@ attend_grad(const bf16* qkv0, const bf16* qkv1, const bf16* qkv2, const bf16* qk
             to += TILE * 2;
 #if WHOLE
             Pull::Goal goal;
-            pull.aim(goal, query_grads, place, j0, add);
+            pull.aim(goal, Side{grad0, grad1, grad2, grad3, d, 0}, place, j0, add);
 #endif
             __syncthreads();
             if (GRAD_STAGES == 1 && j0 + TILE < end) meet(0, j0 + TILE);

@@ -13,7 +13,7 @@ from .stacked import Noise, Shape
 
 SOURCE = Path(__file__).with_suffix(".cu")
 TILE, MOST_WARPS = 48, 6
-"""As in the kernels: tokens in shared memory at once, warps of a block."""
+"""As in the kernels: tokens in shared memory at once, warps of a block (of one that has all keys, up to 12)."""
 
 MOST_WHOLE, SHARED = 192, 48 * 1024
 """Keys of which a block of the gradient may have all, and the bytes of shared memory that it has for them."""

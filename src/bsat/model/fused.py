@@ -2,8 +2,8 @@
 
 Written for training steps that are captured in a CUDA graph: nothing here waits for the device, the gradient is laid
 out by hand into one buffer, and what can be made again is not kept. The arithmetic is float32; sums over rows are in
-float64. With `brief` the activations, and the parameters where they are multiplied, have 16 bits;
-parameters, their gradients, the optimizer and the forecasts have 32 still.
+float64. With `brief` the activations, and the parameters where they are multiplied, have 16 bits, and sums over a few
+rows 32; parameters, their gradients, the optimizer and the forecasts have 32 still.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ def fits(shape: Shape | None) -> bool:
 
 
 def takes_brief(shape: Shape, device: torch.device) -> bool:
-    """Whether activations of 16 bits can be had: where there are tensor cores, for a width that is a multiple of 16 and
-    heads that `Attention16` takes."""
-    return shape.width % 16 == 0 and Attention16.takes(shape) and nvrtc.tensor_cores(device)
+    """Whether activations of 16 bits can be had: where there are tensor cores, for a width that is a multiple of 16, a
+    feed-forward width that is one of 8, and heads that `Attention16` takes."""
+    even = shape.width % 16 == 0 and shape.feed % 8 == 0
+    return even and Attention16.takes(shape) and nvrtc.tensor_cores(device)
 
 
 @dataclass

@@ -237,6 +237,7 @@ class Products16:
             if isinstance(tensor, Tensor) and tensor.dtype == torch.bfloat16:
                 assert tensor.shape == (M, rows, columns)
                 assert tensor.is_contiguous()
+                assert tensor.data_ptr() % 16 == 0
         tile, tiles, _, _ = self.cut(rows, columns, a.shape[2], whole=True)
         self.programs[tile].launch(f"product_{name}", (tiles, 1, M), self.TILES[tile], *factors, *own)
 
