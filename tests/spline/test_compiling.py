@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -45,19 +46,22 @@ def test_every_variant_has_a_name_of_its_own():
     assert len({variant.py_func.__qualname__ for variant in variants}) == len(variants)
 
 
+class Kernel:
+    """What `cpu` sees of a compiled function."""
+
+    def __init__(self, folder, called=None):
+        self.stats = SimpleNamespace(cache_path=str(folder), cache_misses=0)
+        self.py_func, self.called = test_every_variant_has_a_name_of_its_own, called
+
+    def __call__(self, *args):
+        self.called.set()
+
+
 def test_only_one_process_compiles_at_a_time(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
-
-    class Kernel:
-        class stats:  # noqa: N801
-            cache_path, cache_misses = str(tmp_path), 0
-
-        def __call__(self, *args):
-            done.set()
-
     done = threading.Event()
-    monkeypatch.setattr(_kernels, "basis", Kernel())
-    monkeypatch.setattr(_kernels, "kernel", lambda degree, regular: Kernel())
+    monkeypatch.setattr(_kernels, "basis", Kernel(tmp_path))
+    monkeypatch.setattr(_kernels, "kernel", lambda degree, regular: Kernel(tmp_path, done))
     with Path(tmp_path, ".bsat-compiling.lock").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         thread = threading.Thread(target=cpu._kernel.__wrapped__, args=(3, True))
@@ -68,13 +72,26 @@ def test_only_one_process_compiles_at_a_time(tmp_path, monkeypatch):
     thread.join()
 
 
-def test_a_cache_that_cannot_be_locked_is_no_hindrance(tmp_path, monkeypatch):
-    class Basis:
-        class stats:  # noqa: N801
-            cache_path = str(tmp_path / "nowhere")
+def test_whoever_finds_it_compiled_does_not_wait(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    kernel = Kernel(tmp_path)
+    monkeypatch.setattr(_kernels, "basis", kernel)
+    with Path(tmp_path, ".bsat-compiling.lock").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        Path(tmp_path, cpu._cached_as(kernel)).write_bytes(b"")
+        with cpu._alone(kernel):
+            pass
 
-    monkeypatch.setattr(_kernels, "basis", Basis())
-    with cpu._alone():
+
+def test_the_file_is_where_numba_puts_it():
+    for kernel in (cpu._compiled("basis"), cpu._kernel(1, True)):
+        assert Path(kernel.stats.cache_path, cpu._cached_as(kernel)).exists()
+
+
+def test_a_cache_that_cannot_be_locked_is_no_hindrance(tmp_path, monkeypatch):
+    kernel = Kernel(tmp_path / "nowhere")
+    monkeypatch.setattr(_kernels, "basis", kernel)
+    with cpu._alone(kernel):
         pass
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
@@ -163,19 +164,31 @@ _compiling = threading.Lock()
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _alone(kernel: Any) -> Iterator[None]:
     """Compile on one thread of one process at a time. Numba's cache is not made for several that write: they could end
-    up with each other's machine code. The others find it in the cache when it is their turn."""
+    up with each other's machine code. Whoever finds a kernel in the cache need not wait."""
     with _compiling, ExitStack() as stack:
         if sys.platform != "win32":
             import fcntl
 
             with suppress(OSError):  # a folder that cannot be written to needs no lock; some cannot have one
-                lock = Path(_kernels.basis.stats.cache_path) / ".bsat-compiling.lock"
-                file = stack.enter_context(lock.open("ab"))
-                fcntl.flock(file, fcntl.LOCK_EX)
+                folder = Path(_kernels.basis.stats.cache_path)
+                file = stack.enter_context((folder / ".bsat-compiling.lock").open("ab"))
                 stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+                while not (folder / _cached_as(kernel)).exists():
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(0.05)
         yield
+
+
+def _cached_as(kernel: Any) -> str:
+    """The file of a kernel's machine code; numba writes it last."""
+    code, name = kernel.py_func.__code__, kernel.py_func.__qualname__
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return f"_kernels.{name}-{code.co_firstlineno}.{version}.1.nbc"
 
 
 @cache
@@ -187,23 +200,21 @@ def _compiled(name: str) -> Any:
         "basis": (row, 1, a[None], np.zeros((1, 2, 2))),
         "evaluate": (row, a[None], a[None], 1, a[None]),
     }
-    with _alone():
+    with _alone(kernel):
         kernel(*trials[name])
     return kernel
 
 
 @cache
 def _kernel(degree: int, regular: bool) -> Any:
-    """The kernel, compiled; with a word to the user if that takes a while, here or in the process that is at it."""
+    """The kernel, compiled; with a word to the user if that takes a while."""
     kernel = _kernels.kernel(degree, regular)
     spec = SplineSpec(n=degree + 2, degree=degree, clip_factor=1.0)
     m = degree + 3
     x = _NOWHERE if regular else np.arange(m, dtype=float)[None]
     word = f"compiling the degree-{degree} spline kernel (once per machine, up to half a minute)"
     series, starts, fit = np.zeros(m), np.zeros(1, np.int64), _empty(1, spec)
-    waiting = True
-    with _word_if_slow(word, lambda: waiting or bool(kernel.stats.cache_misses)), _alone():
-        waiting = False
+    with _word_if_slow(word, lambda: bool(kernel.stats.cache_misses)), _alone(kernel):
         kernel(series, starts, m, np.empty(0), x, *_settings(spec, m, True, False, regular), *fit)
     return kernel
 
