@@ -168,7 +168,7 @@ def run_experiments(
     with Store(folder, protocol) as store:
         for other in experiments:
             store.check(other)
-        laboratory = _Laboratory(store, engine, where, spread, watcher)
+        laboratory = _Laboratory(store, Material(protocol, device), engine, spread, watcher)
         groups = [list(group) for _, group in groupby(dict.fromkeys(experiments), key=laboratory.kin)]
         if processes == 1 or len(groups) == 1:
             for group in groups:
@@ -181,28 +181,21 @@ def run_experiments(
     return Path(folder)
 
 
-class _Laboratory:
-    """A store, open, and what it takes to fill it."""
+class Material:
+    """What experiments of a protocol are made of: folds of the datasets, tokenizers, searches.
 
-    def __init__(
-        self, store: Store, engine: Engine | Ray, device: torch.device, spread: bool, watcher: Watcher
-    ) -> None:
-        self.store, self.engine, self.device, self.spread, self.watcher = store, engine, device, spread, watcher
-        self.weights = _Weights(store.folder / WEIGHTS)
-        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-        self.stored: dict[tuple[Any, ...], dict[str, Any]] = {}
-        """configurations by the keys of their runs"""
-        self._split = cache(self._load)
+    Args:
+        protocol: of the experiments.
+        device: "auto", "cpu" or "cuda".
+    """
 
-    def kin(self, experiment: Experiment) -> tuple[Any, ...]:
-        """Experiments with the same one, next to each other, are searched together by an engine that can."""
-        e = experiment
-        if not isinstance(self.engine, Population):
-            return (e,)
-        return e.dataset, e.tokens, e.encoding, e.trials, MODELS[e.model].kin
+    def __init__(self, protocol: Protocol, device: str = "auto") -> None:
+        self.protocol, self.device = protocol, find_device(device)
+        self.split = cache(self._load)
+        """windows of the three folds, by the dataset's name"""
 
     def _load(self, dataset: str) -> Split:
-        protocol = self.store.protocol
+        protocol = self.protocol
         panel = to_panel(catalog.load(dataset), freq=catalog.find_dataset(dataset).freq)
         split = split_windows(
             panel,
@@ -221,13 +214,50 @@ class _Laboratory:
 
     def data(self, dataset: str) -> Data:
         """Without the test fold."""
-        split = self._split(dataset)
+        split = self.split(dataset)
         return Data(split.train, split.val, *self.scaling(dataset))
 
     def scaling(self, dataset: str) -> tuple[Tensor, Tensor]:
         """Mean and deviation, on the device."""
-        split = self._split(dataset)
+        split = self.split(dataset)
         return torch.from_numpy(split.mean).to(self.device), torch.from_numpy(split.deviation).to(self.device)
+
+    def tokenizer(self, experiment: Experiment) -> Tokenizer:
+        """Fitted to the train fold."""
+        tokenizer = MODELS[experiment.model].make_tokenizer(experiment.tokens)
+        return fit_tokenizer(tokenizer, self.split(experiment.dataset).train)
+
+    def search(self, experiment: Experiment, seed: int, tokenizer: Tokenizer) -> Search:
+        """Its `build` makes a trial of a configuration."""
+        model, protocol = MODELS[experiment.model], self.protocol
+        return Search(
+            name=f"{_name(experiment)}-{seed}-{experiment.study}",
+            tokenizer=tokenizer,
+            trials=experiment.trials,
+            space=model.space(protocol.space),
+            network=NetworkConfig(encoding=experiment.encoding, **model.network),
+            train=TrainConfig(max_epochs=protocol.max_epochs, seed=seed),
+            seed=seed,
+        )
+
+
+class _Laboratory:
+    """A store, open, and what it takes to fill it."""
+
+    def __init__(self, store: Store, material: Material, engine: Engine | Ray, spread: bool, watcher: Watcher) -> None:
+        self.store, self.material, self.engine, self.spread, self.watcher = store, material, engine, spread, watcher
+        self.device = device = material.device
+        self.weights = _Weights(store.folder / WEIGHTS)
+        self.device_name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        self.stored: dict[tuple[Any, ...], dict[str, Any]] = {}
+        """configurations by the keys of their runs"""
+
+    def kin(self, experiment: Experiment) -> tuple[Any, ...]:
+        """Experiments with the same one, next to each other, are searched together by an engine that can."""
+        e = experiment
+        if not isinstance(self.engine, Population):
+            return (e,)
+        return e.dataset, e.tokens, e.encoding, e.trials, MODELS[e.model].kin
 
     # ---- searching
 
@@ -258,9 +288,9 @@ class _Laboratory:
                 )
 
     def _search_all(self, open_: list[tuple[Experiment, int]]) -> None:
-        data, studies = self.data(open_[0][0].dataset), self.store.folder / STUDIES
-        tokenizers = {e: self._tokenizer(e) for e, _ in open_}
-        searches = [self._search(e, seed, tokenizers[e]) for e, seed in open_]
+        data, studies = self.material.data(open_[0][0].dataset), self.store.folder / STUDIES
+        tokenizers = {e: self.material.tokenizer(e) for e, _ in open_}
+        searches = [self.material.search(e, seed, tokenizers[e]) for e, seed in open_]
         for (experiment, seed), search in zip(open_, searches, strict=True):
             self._check_study(experiment, seed, search, studies)
         if self.watcher.begin is not None:
@@ -287,22 +317,6 @@ class _Laboratory:
                     f"engine {self.engine.name!r} does not know it: the search was begun by another engine, or its "
                     f"files ({STUDIES}) are gone. Go on with that engine, or name another folder."
                 )
-
-    def _tokenizer(self, experiment: Experiment) -> Tokenizer:
-        tokenizer = MODELS[experiment.model].make_tokenizer(experiment.tokens)
-        return fit_tokenizer(tokenizer, self._split(experiment.dataset).train)
-
-    def _search(self, experiment: Experiment, seed: int, tokenizer: Tokenizer) -> Search:
-        model, protocol = MODELS[experiment.model], self.store.protocol
-        return Search(
-            name=f"{_name(experiment)}-{seed}-{experiment.study}",
-            tokenizer=tokenizer,
-            trials=experiment.trials,
-            space=model.space(protocol.space),
-            network=NetworkConfig(encoding=experiment.encoding, **model.network),
-            train=TrainConfig(max_epochs=protocol.max_epochs, seed=seed),
-            seed=seed,
-        )
 
     def _watch(self, experiment: Experiment, seed: int, search: Search) -> Watch:
         watcher, kept = self.watcher, _Kept(self, experiment, seed, search)
@@ -371,8 +385,8 @@ class _Laboratory:
             if state is None:
                 wanting.append(f"seed {seed}, trial {trial}: its weights are no longer in {self.weights.folder}")
                 continue
-            tokenizer = tokenizer or self._tokenizer(experiment)
-            built = self._search(experiment, seed, tokenizer).build(run["configuration"])
+            tokenizer = tokenizer or self.material.tokenizer(experiment)
+            built = self.material.search(experiment, seed, tokenizer).build(run["configuration"])
             scores = self._test(experiment.dataset, built, state)
             if all(map(math.isfinite, scores.values())):
                 self.store.add_test(experiment, seed, trial, scores, why)
@@ -389,12 +403,12 @@ class _Laboratory:
         return count
 
     def _test(self, dataset: str, trial: Trial, state: dict[str, Tensor]) -> dict[str, float]:
-        split, protocol = self._split(dataset), self.store.protocol
+        split, protocol = self.material.split(dataset), self.store.protocol
         network = build_network(trial.network, trial.tokenizer, lookback=protocol.lookback, horizon=protocol.horizon)
         network.load_state_dict(state, strict=False)
         network.to(self.device)
         batches = TokenBatches(split.test, trial.tokenizer, network, keep=False)
-        scores = evaluate(network, batches, *self.scaling(dataset)).to_dict()
+        scores = evaluate(network, batches, *self.material.scaling(dataset)).to_dict()
         return {name: scores[name] for name in ("rmse", "mae", "mse", "smape")} | self._rates(split, trial.tokenizer)
 
     def _rates(self, split: Split, tokenizer: Tokenizer) -> dict[str, float]:

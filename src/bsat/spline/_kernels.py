@@ -42,6 +42,13 @@ STEP = 16
 """Numbers that a vectorised loop takes in one turn. Spans are filled up with empty ones to a multiple of it."""
 
 
+def _jit_as(function: Any, name: str) -> Any:
+    """Compile one of several functions that are alike, under a name of its own: numba lists those of one name in one
+    file, and of processes that write there at the same time, one may find another's machine code."""
+    function.__qualname__ = name
+    return njit(**_JIT)(function)
+
+
 # ---------------------------------------------------------------------------------------------------------- knots
 
 
@@ -105,7 +112,6 @@ def _root(order: int) -> Any:
     s = 1 / order
     c1, c2, c3, c4 = s, s * (s + 1) / 2, s * (s + 1) * (s + 2) / 6, s * (s + 1) * (s + 2) * (s + 3) / 24
 
-    @njit(**_JIT)
     def root(v, scratch):
         bits, guess = v.view(np.int64), scratch.view(np.int64)
         for i in range(len(v)):
@@ -127,7 +133,7 @@ def _root(order: int) -> Any:
                 power *= r
             v[i] *= power
 
-    return root
+    return _jit_as(root, f"root{order}")
 
 
 _root2, _root3, _root4, _root5, _root6 = (_root(order) for order in range(2, 7))
@@ -663,7 +669,6 @@ def _blank(t, G, z, n):
 def kernel(p: int, regular: bool) -> Any:
     """The compiled loop over windows for degree p, on a regular grid or on any."""
 
-    @njit(**_JIT)
     def run(series, starts, m, slope, x, place, order, g, paper, gap, recency, exact, sums, t, c, condition, fallback):
         """Windows of m samples of `series` from each of the B `starts`, at positions x (B, m), unused if `regular`;
         `slope` may hold the order-th derivative of the series. Places the knots into t (B, n + p + 1) or, if not
@@ -704,7 +709,7 @@ def kernel(p: int, regular: bool) -> Any:
                 )
             _solve_all(degree, grams, rhs, n, count, exact, G, D, z, s, bounds, c[w:], condition[w:], fallback[w:])
 
-    return run
+    return _jit_as(run, f"run_{p}_{'regular' if regular else 'anywhere'}")
 
 
 # ---------------------------------------------------------------------------------------------------- evaluation

@@ -8,10 +8,12 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,7 +90,7 @@ def tokenize_series(
     # A window's end differs from the series' over `order` samples, which are worked out from 2 order + 1.
     if spec.order > 0 and len(starts) * m > len(series) and 2 * spec.order + 1 <= min(m, spec.n + spec.degree + 1):
         slope = np.empty(len(series))
-        _kernels.differentiate(series, series, True, spec.order, slope, np.empty(len(series)))
+        _compiled("differentiate")(series, series, True, spec.order, slope, np.empty(len(series)))
     out = _empty(len(starts), spec, knots, coefficients)
     kernel = _kernel(spec.degree, regular=True)
 
@@ -161,30 +163,59 @@ def _empty(
 _compiling = threading.Lock()
 
 
-def _kernel(degree: int, regular: bool) -> Any:
-    """The kernel, compiled; never on two threads at once."""
-    with _compiling:
-        return _compile(degree, regular)
+@contextmanager
+def _alone(kernel: Any) -> Iterator[None]:
+    """Compile on one thread of one process at a time. Numba's cache is not made for several that write: they could end
+    up with each other's machine code. Whoever finds a kernel in the cache need not wait."""
+    with _compiling, ExitStack() as stack:
+        if sys.platform != "win32":
+            import fcntl
+
+            with suppress(OSError):  # a folder that cannot be written to needs no lock; some cannot have one
+                folder = Path(_kernels.basis.stats.cache_path)
+                file = stack.enter_context((folder / ".bsat-compiling.lock").open("ab"))
+                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
+                while not (folder / _cached_as(kernel)).exists():
+                    try:
+                        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(0.05)
+        yield
+
+
+def _cached_as(kernel: Any) -> str:
+    """The file of a kernel's machine code; numba writes it last."""
+    code, name = kernel.py_func.__code__, kernel.py_func.__qualname__
+    version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
+    return f"_kernels.{name}-{code.co_firstlineno}.{version}.1.nbc"
 
 
 @cache
-def _compile(degree: int, regular: bool) -> Any:
-    """With a word to the user if it takes a while."""
+def _compiled(name: str) -> Any:
+    """A kernel that there is but one of."""
+    kernel, a, row = getattr(_kernels, name), np.zeros(2), np.arange(4.0)[None]
+    trials = {
+        "differentiate": (a, a, True, 1, a, a),
+        "basis": (row, 1, a[None], np.zeros((1, 2, 2))),
+        "evaluate": (row, a[None], a[None], 1, a[None]),
+    }
+    with _alone(kernel):
+        kernel(*trials[name])
+    return kernel
+
+
+@cache
+def _kernel(degree: int, regular: bool) -> Any:
+    """The kernel, compiled; with a word to the user if that takes a while."""
     kernel = _kernels.kernel(degree, regular)
     spec = SplineSpec(n=degree + 2, degree=degree, clip_factor=1.0)
     m = degree + 3
     x = _NOWHERE if regular else np.arange(m, dtype=float)[None]
     word = f"compiling the degree-{degree} spline kernel (once per machine, up to half a minute)"
-    with _word_if_slow(word, lambda: bool(kernel.stats.cache_misses)):
-        kernel(
-            np.zeros(m),
-            np.zeros(1, np.int64),
-            m,
-            np.empty(0),
-            x,
-            *_settings(spec, m, True, False, regular),
-            *_empty(1, spec),
-        )
+    series, starts, fit = np.zeros(m), np.zeros(1, np.int64), _empty(1, spec)
+    with _word_if_slow(word, lambda: bool(kernel.stats.cache_misses)), _alone(kernel):
+        kernel(series, starts, m, np.empty(0), x, *_settings(spec, m, True, False, regular), *fit)
     return kernel
 
 
@@ -205,7 +236,7 @@ def basis(knots: np.ndarray, degree: int, x: np.ndarray) -> np.ndarray:
     """Values of the basis functions, (B, q, n), at positions (q,) or (B, q)."""
     at = np.broadcast_to(np.asarray(x, float), (len(knots), np.shape(x)[-1]))
     out = np.zeros((*at.shape, knots.shape[1] - degree - 1))
-    _kernels.basis(_plain(knots), degree, _plain(at), out)
+    _compiled("basis")(_plain(knots), degree, _plain(at), out)
     return out
 
 
@@ -214,11 +245,11 @@ def evaluate(
 ) -> np.ndarray:
     """The curves at positions (q,) or (B, q): (B, q)."""
     at = np.broadcast_to(np.asarray(x, float), (len(knots), np.shape(x)[-1]))
-    out = np.empty(at.shape)
+    out, run = np.empty(at.shape), _compiled("evaluate")
 
     def work(start: int, stop: int) -> None:
         arrays = (_plain(a[start:stop]) for a in (knots, coefficients, at))
-        _kernels.evaluate(*arrays, degree, out[start:stop])
+        run(*arrays, degree, out[start:stop])
 
     run_blocks(work, len(out), threads)
     return out
