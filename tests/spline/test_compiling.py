@@ -1,5 +1,6 @@
 """Processes that compile at the same time share a cache, and must not get each other's machine code."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -89,9 +90,21 @@ def test_the_file_is_where_numba_puts_it():
 
 
 def test_a_cache_that_cannot_be_locked_is_no_hindrance(tmp_path, monkeypatch):
-    kernel = Kernel(tmp_path / "nowhere")
-    monkeypatch.setattr(_kernels, "basis", kernel)
-    with cpu._alone(kernel):
+    for folder in (tmp_path / "nowhere", tmp_path):
+        kernel = Kernel(folder)
+        monkeypatch.setattr(_kernels, "basis", kernel)
+        with cpu._alone(kernel):
+            pass
+        monkeypatch.setattr("fcntl.flock", no_locks)  # next time the folder is there
+
+
+def no_locks(file, how):
+    raise OSError(errno.ENOLCK, "no locks available")
+
+
+def test_functions_that_numba_leaves_alone_need_no_lock(monkeypatch):
+    monkeypatch.setattr(_kernels, "basis", no_locks)
+    with cpu._alone(no_locks):
         pass
 
 

@@ -157,25 +157,25 @@ def run_experiments(
     """
     if not experiments:
         raise ValueError("`experiments` must hold at least one; got none.")
-    where, engine, watcher = find_device(device), engine or Local(), watcher or Watcher()
+    engine, watcher = engine or Local(), watcher or Watcher()
     processes = to_whole(processes, "processes", 1)
     if processes > 1 and not isinstance(engine, Population):
         raise ValueError(
             f"`processes` must be 1 with engine {engine.name!r}, which may have several trials `at_once`; got "
             f"{processes}. Use engine 'population'."
         )
-    protocol = experiments[0].protocol
-    with Store(folder, protocol) as store:
+    material = Material(experiments[0].protocol, device)
+    with Store(folder, material.protocol) as store:
         for other in experiments:
             store.check(other)
-        laboratory = _Laboratory(store, Material(protocol, device), engine, spread, watcher)
+        laboratory = _Laboratory(store, material, engine, spread, watcher)
         groups = [list(group) for _, group in groupby(dict.fromkeys(experiments), key=laboratory.kin)]
         if processes == 1 or len(groups) == 1:
             for group in groups:
                 laboratory.run(group)
             return Path(folder)
     assert isinstance(engine, Population)
-    engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(where) / processes))
+    engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(material.device) / processes))
     run = partial(run_experiments, folder=folder, engine=engine, device=device, spread=spread)
     run_side_by_side(groups, processes, watcher, run)
     return Path(folder)

@@ -171,13 +171,14 @@ def _alone(kernel: Any) -> Iterator[None]:
         if sys.platform != "win32":
             import fcntl
 
-            with suppress(OSError):  # a folder that cannot be written to needs no lock; some cannot have one
+            # A folder that cannot be written to needs no lock; some cannot have one. NUMBA_DISABLE_JIT leaves no cache.
+            with suppress(OSError, AttributeError):
                 folder = Path(_kernels.basis.stats.cache_path)
                 file = stack.enter_context((folder / ".bsat-compiling.lock").open("ab"))
-                stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
                 while not (folder / _cached_as(kernel)).exists():
                     try:
                         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        stack.callback(fcntl.flock, file, fcntl.LOCK_UN)
                         break
                     except BlockingIOError:
                         time.sleep(0.05)
