@@ -215,17 +215,14 @@ def search(table: pd.DataFrame, args: argparse.Namespace, epochs: int) -> dict[s
     clock.watch(Pack, "shrink", "packs")
     clock.watch(Pack, "_replay", "capture", lambda pack, step, kind, count: (kind, count) not in pack._graphs)
     clock.watch(Pack, "run_epoch", "training")
-    clock.watch(Pack, "begin_evaluation", "validation")
+    clock.watch(Pack, "evaluate", "validation")
     line = Line(not args.json, args.limit, args.device)
     done: list[Trained] = []
     wait(args.device)
     began = time.perf_counter()
     ended = True
     try:
-        # One pack at a time: else nobody could say whose time it is.
-        for trained in train_population(
-            trials, folds[0], folds[1], deviation=scaling[1], halving=halving, lanes=1, report=line
-        ):
+        for trained in train_population(trials, folds[0], folds[1], deviation=scaling[1], halving=halving, report=line):
             done.append(trained)
     except OutOfTimeError:
         ended = False

@@ -15,7 +15,7 @@ from bsat import nvrtc
 from bsat.data.windows import Windows
 from bsat.model import NetworkConfig, build_network
 from bsat.model.stacked import describe
-from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, population, train
+from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, train
 from bsat.train import pack as pack_module
 from bsat.train.bank import Bank
 from bsat.train.checkpoint import Checkpoint
@@ -432,64 +432,6 @@ def test_halving_after_some_have_stopped(case):
         [trial(seed=s, max_epochs=2) for s in (1, 2)] + [trial(max_epochs=1)], case, halving=Halving(1, 2)
     )
     assert sorted(t.history.stopped for t in everyone_done) == ["halved", "max_epochs", "max_epochs"]
-
-
-# ---- several packs at a time -----------------------------------------------------------------------------------------
-
-
-def shapes(**choices):
-    """Four packs: of two, two, one and one."""
-    networks = [{}, {}, {"n_layers": 2}, {"n_layers": 2}, {"d_model": 16}, {"n_heads": 4}]
-    return [
-        trial(seed=seed, max_epochs=2 + seed % 3, network={**DROPOUT, **network}, **choices)
-        for seed, network in enumerate(networks)
-    ]
-
-
-@pytest.mark.parametrize("choices", [{}, {"epoch_windows": 40}], ids=["all windows", "drawn windows"])
-def test_packs_under_way_together_are_those_one_after_another(case, choices):
-    trials = shapes(**choices)
-    for halving in (None, Halving(1, 2)):
-        one, many = (populate(trials, case, halving=halving, lanes=lanes) for lanes in (1, 3))
-        for a, b in zip(one, many, strict=True):
-            check_same(a, b)
-            assert a.history.stopped == b.history.stopped
-
-
-def test_no_more_packs_under_way_than_lanes_and_memory_allow(case, monkeypatch):
-    under_way, most = [], []
-    begin, end = population._Run.begin_epoch, population._Run.end_epoch
-
-    def begin_and_count(self):
-        assert self not in under_way
-        under_way.append(self)
-        most.append((len(under_way), sum(run.size for run in under_way)))
-        begin(self)
-
-    def end_and_count(self, *args):
-        assert args[1] == len(under_way)
-        result = end(self, *args)
-        under_way.remove(self)
-        return result
-
-    monkeypatch.setattr(population._Run, "begin_epoch", begin_and_count)
-    monkeypatch.setattr(population._Run, "end_epoch", end_and_count)
-    for lanes in (1, 2, 9):
-        most.clear()
-        populate(shapes(), case, lanes=lanes)
-        assert max(count for count, _ in most) == min(lanes, 4)
-    memory = max(size for _, size in most) - 1  # all but a byte of what four want
-    most.clear()
-    populate(shapes(), case, lanes=9, memory=memory)
-    assert max(count for count, _ in most) == 3
-    most.clear()
-    populate(shapes(), case, lanes=9, memory=1)  # not even for one
-    assert {count for count, _ in most} == {1}
-
-
-def test_lanes_must_be_a_whole_number(case):
-    with pytest.raises(ValueError, match="`lanes` must be at least 1; got 0"):
-        populate(shapes(), case, lanes=0)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

@@ -144,26 +144,18 @@ class Pack:
 
     def evaluate(self) -> Marks:
         """Score every network on the validation fold. Waits for the device, once."""
-        self.begin_evaluation()
-        return self.read_marks()
-
-    def begin_evaluation(self) -> None:
-        """Let the device score every network; `read_marks` waits for it."""
         self.sums.zero_()
         with self._here():
             self._run(self._val_step, "val", len(self.val), 2 * self.configs[0].batch_size)
-        bases = self.stack.theta[:, self.stack.theta.shape[1] - self.stack.free :].exp()
-        self._found = torch.cat([self.totals.unsqueeze(1), self.sums, bases.double()], 1)
-
-    def read_marks(self) -> Marks:
-        """What came of the last epoch and evaluation."""
-        found, layers = self._found.cpu(), self.stack.shape.layers if self.stack.free else 0
+        free, L = self.stack.free, self.stack.shape.layers
+        bases = self.stack.theta[:, self.stack.theta.shape[1] - free :].exp()
+        found = torch.cat([self.totals.unsqueeze(1), self.sums, bases.double()], 1).cpu()
         losses, squares, scaled, seen = found[:, :4].T
         return Marks(
             (losses / self.epoch_windows).tolist(),
             (squares / seen).sqrt().tolist(),
             (scaled / seen).sqrt().tolist(),
-            found[:, 4 : 4 + layers].tolist(),
+            found[:, 4 : 4 + (L if free else 0)].tolist(),
         )
 
     def keep_best(self, improved: Sequence[bool]) -> None:

@@ -1,8 +1,8 @@
 """A list of configurations in, trained networks out, as they finish: many at once, as many as the device takes.
 
-Configurations of one shape form a pack and are trained side by side (`pack`); on a GPU several packs are under way at a
-time, each on a stream of its own. With successive halving, all go as far as a rung, the better part goes on to the
-next, and packs shrink. A network trained in a pack is the network it would have been alone.
+Configurations of one shape form a pack and are trained side by side (`pack`). With successive halving, all go as far as
+a rung, the better part goes on to the next, and packs shrink. A network trained in a pack is the network it would have
+been alone.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -29,9 +27,6 @@ from .bank import Bank, Source
 from .pack import Marks, Pack, free_memory, training_bytes
 from .schedule import learning_rate_factor
 from .settings import Epoch, History, TrainConfig, finished
-
-LANES = 3
-"""Packs under way on a GPU at a time: few small kernels fill one."""
 
 
 @dataclass(frozen=True)
@@ -83,11 +78,11 @@ class Trained:
     state: dict[str, Tensor]
     """its best weights, on the CPU: `network.load_state_dict(..., strict=False)`"""
     seconds: float
-    """of the packs it was in, divided by their members, and by the packs under way at the time"""
+    """of the packs it was in, divided by their members"""
     pack: int
     """how many were trained beside it at first, itself included"""
     memory: int | None
-    """peak bytes that its first pack took of the device, divided by its members; None on a CPU"""
+    """peak bytes on the device while its first pack trained, divided by its members; None on a CPU"""
 
     @property
     def rmse(self) -> float:
@@ -131,7 +126,6 @@ def train_population(
     halving: Halving | None = None,
     rivals: Sequence[Hashable] | None = None,
     precision: str = "float32",
-    lanes: int | None = None,
     memory: int | None = None,
     report: Callable[[Progress], None] | None = None,
 ) -> Iterator[Trained]:
@@ -145,8 +139,7 @@ def train_population(
         rivals: a name for each trial; at a rung, only trials of one name are compared. By default all are.
         precision: "float32", or "bfloat16" to keep activations in 16 bits: several times as fast for wide networks. A
             warning tells which networks cannot have it, and train in float32.
-        lanes: packs under way at a time; by default `LANES` on a GPU, elsewhere one.
-        memory: bytes of device memory that packs may take; by default most of what is free.
+        memory: bytes of device memory that a pack may take; by default most of what is free.
         report: called after every epoch of a pack.
     """
     if not trials:
@@ -161,15 +154,11 @@ def train_population(
     rungs = sorted({r for t in trials for r in halving.rungs(t.train.max_epochs)}) if halving is not None else []
     progress = Progress(len(trials))
     banks = _Banks(members, train_windows, val_windows)
-    device = train_windows.series.device
-    lanes = to_whole(lanes, "lanes", 1) if lanes is not None else LANES if device.type == "cuda" else 1
     if memory is None:
-        memory = int(0.7 * free_memory(device)) - banks.size()
+        memory = int(0.7 * free_memory(train_windows.series.device)) - banks.size()
     parts = [part for group in groups for part in _split(group, members, train_windows, memory, brief)]
-    packs = [_Run(part, size, banks, deviation, precision, aside=lanes > 1) for part, size in parts]
+    packs = [_Run(part, banks, deviation, precision) for part in parts]
     del members, groups, parts
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)  # what was made so far is read on other streams
 
     def note(done: Iterable[Trained]) -> Iterator[Trained]:
         for trained in done:
@@ -177,10 +166,12 @@ def train_population(
             yield trained
 
     for rung in [*rungs, None]:
-        for done in _train_until(packs, rung, lanes, memory, progress):
-            yield from note(done)
-            if report is not None:
-                report(progress)
+        for run in packs:
+            if not run.members:
+                continue
+            for done in run.train_until(rung, progress, report):
+                yield from note(done)
+            run.rest()
         if rung is not None and halving is not None:
             marks: dict[Hashable, dict[int, float]] = {}
             for member in (m for run in packs for m in run.members):
@@ -228,9 +219,8 @@ def _find_brief(members: Sequence[_Member], device: torch.device) -> set[int]:
 
 def _split(
     group: list[int], members: list[_Member], windows: Windows, memory: int, brief: set[int]
-) -> Iterator[tuple[list[_Member], int]]:
-    """Packs that fit, and about how many bytes each takes. Those with feed-forward parts of a width come together, so
-    that little is padded."""
+) -> Iterator[list[_Member]]:
+    """Packs that fit. Those with feed-forward parts of a width come together, so that little is padded."""
     some = sorted((members[i] for i in group), key=lambda m: m.shape.feed)
     while some:
         trial = some[-1].trial
@@ -240,7 +230,7 @@ def _split(
             each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback)
         room = max(1, memory // each)
         count = math.ceil(len(some) / math.ceil(len(some) / room))
-        yield some[:count], each * count
+        yield some[:count]
         some = some[count:]
 
 
@@ -289,8 +279,6 @@ class _Banks:
             every = list(sources.values())
             validate = val_windows.some(members[0].trial.train.epoch_windows)
             self._kept[kind] = None if most else Bank(train_windows, every), Bank(validate, every)
-            if train_windows.series.device.type == "cuda":
-                torch.cuda.current_stream().synchronize()  # other packs read them, on streams of their own
         train, val = self._kept[kind]
         own = [list(sources).index(self._key(member)) for member in members]
         if train is None:  # everyone draws windows of their own
@@ -305,110 +293,58 @@ def _drawn(trial: Trial, windows: Windows) -> int | None:
     return most if most is not None and most < len(windows) else None
 
 
-def _train_until(
-    packs: Sequence[_Run], rung: int | None, lanes: int, memory: int, progress: Progress
-) -> Iterator[list[Trained]]:
-    """Let packs go on to an epoch, or to the end, a few at a time as memory allows; after each of their epochs, yields
-    those that stop."""
-    waiting = deque(packs)
-    active: list[_Run] = []
-    while waiting or active:
-        while waiting and (
-            not active or (len(active) < lanes and sum(run.size for run in active) + waiting[0].size <= memory)
-        ):
-            active.append(waiting.popleft())
-            active[-1].begin_epoch()
-        run = next((run for run in active if run.is_ready()), active[0])
-        stopped = run.end_epoch(progress, len(active))
-        active.remove(run)
-        yield stopped
-        if run.members and (rung is None or run.epoch < rung):
-            active.append(run)
-            run.begin_epoch()
-        else:
-            run.rest()
-
-
 class _Run:
-    """A pack and the histories of its members.
+    """A pack and the histories of its members."""
 
-    Args:
-        members: of one shape.
-        size: about how many bytes they take.
-        banks: of all packs.
-        deviation: of the rows.
-        precision: of the pack.
-        aside: on a GPU, work on a stream of its own.
-    """
-
-    def __init__(
-        self, members: list[_Member], size: int, banks: _Banks, deviation: Tensor, precision: str, *, aside: bool
-    ) -> None:
-        self.members, self.size = members, size
-        self.banks, self.deviation, self.precision = banks, deviation, precision
+    def __init__(self, members: list[_Member], banks: _Banks, deviation: Tensor, precision: str) -> None:
+        self.members, self.banks, self.deviation, self.precision = members, banks, deviation, precision
         self.pack: Pack | None = None
         self.rows = list(range(len(members)))
         """which row of the pack each member is"""
-        self.device = deviation.device
-        self.stream = torch.cuda.Stream(self.device) if aside and self.device.type == "cuda" else None
-        self._began, self._sent = 0.0, torch.cuda.Event() if self.stream is not None else None
 
-    @property
-    def epoch(self) -> int:
-        """How many its members have behind them."""
-        return len(self.members[0].history.epochs)
-
-    def _here(self) -> AbstractContextManager[object]:
-        return nullcontext() if self.stream is None else torch.cuda.stream(self.stream)
-
-    def begin_epoch(self) -> None:
-        """Let the device work."""
-        self._began = time.perf_counter()
-        with self._here():
-            before = torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else 0
-            first = self.pack is None
-            if first and self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
-            pack = self.pack or self._begin()
-            pack.run_epoch(self.epoch)
-            pack.begin_evaluation()
-            if first and self.device.type == "cuda":
-                for member in self.members:
-                    member.memory = (torch.cuda.max_memory_allocated(self.device) - before) // len(self.members)
-            if self._sent is not None:
-                self._sent.record()
-
-    def is_ready(self) -> bool:
-        """Whether the device has done it."""
-        return self._sent is not None and self._sent.query()
-
-    def end_epoch(self, progress: Progress, beside: int) -> list[Trained]:
-        """Wait for it; returns those that stop."""
-        pack, epoch = self.pack, self.epoch
+    def train_until(
+        self, rung: int | None, progress: Progress, report: Callable[[Progress], None] | None
+    ) -> Iterator[list[Trained]]:
+        """Go on to an epoch, or to the end; yields those that stop on the way."""
+        began = time.perf_counter()
+        if self.pack is None:
+            self._begin()
+        pack = self.pack
         assert pack is not None
-        with self._here():
-            marks = pack.read_marks()
-            stopped = self._record(pack, epoch, marks, (time.perf_counter() - self._began) / len(self.members) / beside)
+        if pack.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(pack.device)
+        while self.members and (rung is None or len(self.members[0].history.epochs) < rung):
+            epoch = len(self.members[0].history.epochs)
+            pack.run_epoch(epoch)
+            marks = pack.evaluate()
+            now = time.perf_counter()
+            share, began = (now - began) / len(self.members), now
+            stopped = self._record(pack, epoch, marks, share)
             progress.epoch, progress.members = epoch, len(self.members)
             found = [m.history.best.val_rmse for m in self.members if m.history.best_epoch >= 0]
             progress.best = min([progress.best, *found])
-            return self.drop(stopped)
+            yield self.drop(stopped)
+            if report is not None:
+                report(progress)
+            began = time.perf_counter()  # what the caller did meanwhile is not ours
 
-    def _begin(self) -> Pack:
+    def _begin(self) -> None:
         banks = self.banks.of(self.members)
         networks = [m.network for m in self.members if m.network is not None]
         configs = [m.trial.train for m in self.members]
         self.pack = Pack(networks, configs, *banks, deviation=self.deviation, precision=self.precision)
         for member in self.members:
             member.beside = len(self.members)
-        return self.pack
 
     def _record(self, pack: Pack, epoch: int, marks: Marks, seconds: float) -> list[_Member]:
         """Add the epoch to the histories; returns who stops."""
         stopped, improved = [], [False] * len(pack)
+        peak = torch.cuda.max_memory_allocated(pack.device) if pack.device.type == "cuda" else None
         for member, row in zip(self.members, self.rows, strict=True):
             history, config = member.history, member.trial.train
             member.seconds += seconds
+            if epoch == 0 and peak is not None:
+                member.memory = peak // len(pack)
             loss, rmse, scaled = marks.losses[row], marks.rmses[row], marks.scaled_rmses[row]
             if not (math.isfinite(loss) and math.isfinite(rmse)):
                 history.stopped = "diverged"
@@ -425,23 +361,24 @@ class _Run:
 
     def drop(self, members: Sequence[_Member], why: str | None = None) -> list[Trained]:
         """End some of them. The pack shrinks when a good part of it would only be carried along."""
-        with self._here():
-            out = [self._end(member, why) for member in members]
-            if self.pack is not None and self.members and len(self.members) <= 0.75 * len(self.pack):
-                self.pack.shrink(self.rows)
-                self.rows = list(range(len(self.members)))
+        out = []
+        for member in members:
+            assert self.pack is not None
+            at = self.members.index(member)
+            row = self.rows[at]
+            if why is not None:
+                member.history.stopped = why
+            state = {name: a.cpu() for name, a in self.pack.best_state(row).items()}
+            out.append(
+                Trained(member.index, member.trial, member.history, state, member.seconds, member.beside, member.memory)
+            )
+            del self.members[at], self.rows[at]
+        if self.pack is not None and self.members and len(self.members) <= 0.75 * len(self.pack):
+            self.pack.shrink(self.rows)
+            self.rows = list(range(len(self.members)))
         if not self.members:
             self.pack = None
         return out
-
-    def _end(self, member: _Member, why: str | None) -> Trained:
-        assert self.pack is not None
-        at = self.members.index(member)
-        if why is not None:
-            member.history.stopped = why
-        state = {name: a.cpu() for name, a in self.pack.best_state(self.rows[at]).items()}
-        del self.members[at], self.rows[at]
-        return Trained(member.index, member.trial, member.history, state, member.seconds, member.beside, member.memory)
 
     def rest(self) -> None:
         """Others will train now: give back what can be made again."""
