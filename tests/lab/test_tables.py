@@ -16,7 +16,18 @@ from scipy import stats
 
 from bsat.lab import Experiment, Protocol, Run, Store, make_tables, paper, read, write_tables
 from bsat.lab.runs import METRICS
-from bsat.lab.tables import Cell, Scores, Table, bca_interval, holm, marks, place, rank_correlation, wilcoxon
+from bsat.lab.tables import (
+    Cell,
+    Scores,
+    Table,
+    bca_interval,
+    full_grid,
+    holm,
+    marks,
+    place,
+    rank_correlation,
+    wilcoxon,
+)
 
 PROTOCOL = Protocol()
 LEVEL = {"etth1": 3.0, "alabama-pv": 4.4, "solar": 40.0}
@@ -252,6 +263,7 @@ def test_which_tables_there_are(tables):
         "variation",
         "effort",
         "ranks",
+        "ranks-paper",
     ]
 
 
@@ -335,25 +347,54 @@ def test_every_cell_of_the_variation(tables, chosen):
     assert sorted(m for m in frame["mark"] if m) == ["best", "second"]
 
 
-def test_every_average_rank(store, tables, chosen):
-    runs = read(store)
-    (table,) = [t for t in make_tables(runs[runs["dataset"] != "solar"], PROTOCOL) if t.name == "ranks"]
+def test_every_rank(tables, chosen):
     some = chosen[chosen["encoding"].isin(["lpe", "l-rope+lpe"]) & (chosen["dataset"] != "solar")]
     means = some.groupby(["model", "encoding", "dataset", "tokens"])["test_rmse"].mean().unstack(["dataset", "tokens"])
-    want = means.rank().mean(axis=1)
-    got = table.frame.set_index(["model", "encoding"])
-    np.testing.assert_allclose(got["rank"].loc[want.index].to_numpy(), want.to_numpy(), rtol=1e-12)
-    assert set(got["tasks"]) == {6}
-    theirs = pd.DataFrame(
+    want = means.rank()
+    paper_means = pd.DataFrame(
         {
             (d, t): {(m, e): paper.benchmark(d, m, e, "rmse", t).mean for m, e in want.index}
             for d, t in product(("etth1", "alabama-pv"), (45, 90, 180))
         }
     )
-    np.testing.assert_allclose(
-        got["paper_rank"].loc[want.index].to_numpy(), theirs.rank().mean(axis=1).loc[want.index].to_numpy(), rtol=1e-12
-    )
-    assert set(tables["ranks"].frame["tasks"]) == {6}, "solar has one encoding, and is not everyone's"
+    theirs = paper_means.rank()
+    for name in ("ranks", "ranks-paper"):
+        frame = tables[name].frame
+        assert len(frame) == want.size, "solar has one encoding, and is not everyone's"
+        for r in frame.itertuples():
+            assert r.rank == want.loc[(r.model, r.encoding), (r.dataset, r.tokens)]
+            assert r.average == pytest.approx(want.loc[(r.model, r.encoding)].mean())
+            if name == "ranks-paper":
+                assert r.paper_rank == theirs.loc[(r.model, r.encoding), (r.dataset, r.tokens)]
+                assert r.paper_average == pytest.approx(theirs.loc[(r.model, r.encoding)].mean())
+    first = frame[(frame["model"] == "bsat") & (frame["encoding"] == "lpe")]
+    cells = [f"{r.rank:g} ({r.paper_rank:g})" for r in first.itertuples()]
+    assert [cell.text for cell in tables["ranks-paper"].rows[0][1:-1]] == cells
+
+
+def test_ranks_beside_the_dataset_that_one_stands_for(store):
+    runs = read(store)
+    runs = runs[runs["dataset"] == "alabama-pv"].assign(dataset="alabama-pv-34.05")
+    made = {table.name: table for table in make_tables(runs, PROTOCOL)}
+    assert "alabama-pv-34.05 for its alabama-pv" in " ".join(made["ranks-paper"].notes)
+    row = made["ranks-paper"].frame.set_index(["model", "encoding", "tokens"]).loc[("uds", "lpe", 45)]
+    means = [paper.benchmark("alabama-pv", m, e, "rmse", 45).mean for m in MODELS for e in ("lpe", "l-rope+lpe")]
+    assert row["paper_rank"] == 1 + sum(m < means[2] for m in means)
+    assert not any("paper" in name for name in made["benchmark-alabama-pv-34.05"].header), "nothing absolute beside it"
+
+
+def test_ranks_among_those_that_can_be_compared():
+    a, b, c = ("bsat", "lpe"), ("uds", "lpe"), ("patchtst", "lpe")
+    there = {("x", 45): {a, b, c}, ("x", 90): {a, b}, ("y", 45): {a, b}, ("z", 45): {c}}
+
+    def has(row, task):
+        return row in there[task]
+
+    assert full_grid([a, b, c], list(there), has) == ([a, b], [("x", 45), ("x", 90), ("y", 45)])
+    assert full_grid([a, b, c], [("x", 45), ("x", 90)], has) == ([a, b], [("x", 45), ("x", 90)])
+    assert full_grid([a, b, c], [("x", 45)], has) == ([a, b, c], [("x", 45)])
+    assert full_grid([a, b, c], [("x", 90), ("z", 45)], has) == ([a, b], [("x", 90)])
+    assert full_grid([a], [("z", 45)], has) == ([], [])
 
 
 @pytest.mark.parametrize("dataset", LEVEL)
@@ -384,7 +425,7 @@ def test_the_spread_does_not_enter(tables):
 def test_made_twice_they_are_the_same_bytes(store, tmp_path):
     one, two = write_tables(store, tmp_path / "one"), write_tables(store, tmp_path / "two")
     assert [p.name for p in one] == [p.name for p in two]
-    assert len(one) == 11 * 3
+    assert len(one) == 12 * 3
     for a, b in zip(one, two, strict=True):
         assert a.read_bytes() == b.read_bytes()
 

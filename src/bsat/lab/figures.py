@@ -133,30 +133,37 @@ def boxes(runs: pd.DataFrame, protocol: Protocol) -> Figure:
     selected = _tested(runs, protocol).selected
     selected = selected.assign(scaled=rescaled(selected))
     cells = dict(iter(selected.groupby(CELL)["scaled"]))
-    present = set(zip(selected["model"], selected["encoding"], strict=True))
-    rows = [(m, e) for m in _models(selected) for e in _encodings(selected) if (m, e) in present]
     datasets, budgets = _datasets(selected), _budgets(selected)
+    present = {d: set(zip(some["model"], some["encoding"], strict=True)) for d, some in selected.groupby("dataset")}
+    kinds = [(m, e) for m in _models(selected) for e in _encodings(selected)]
+    rows = [[row for row in kinds if row in present[dataset]] for dataset in datasets]
+    widths = [max(2 + len(own), 8) for own in rows]  # a title has room
 
-    figure = _new_figure(1.2 + 0.28 * len(datasets) * len(rows), 1.9 + 1.9 * len(budgets))
-    panels = figure.subplots(len(budgets), len(datasets), sharex=True, sharey=True, squeeze=False)
-    for tokens, line in zip(budgets, panels, strict=True):
-        for dataset, axes in zip(datasets, line, strict=True):
-            for at, (model, encoding) in enumerate(rows):
+    figure = _new_figure(1.0 + 0.28 * sum(widths), 1.9 + 1.9 * len(budgets))
+    panels = figure.subplots(
+        len(budgets), len(datasets), sharex="col", sharey=True, squeeze=False, gridspec_kw={"width_ratios": widths}
+    )
+    for column, (dataset, own) in enumerate(zip(datasets, rows, strict=True)):
+        lowest = panels[0][column]
+        for tokens, axes in zip(budgets, panels[:, column], strict=True):
+            for at, (model, encoding) in enumerate(own):
                 values = cells.get((dataset, model, tokens, encoding))
                 if values is not None:
                     _box(axes, at, values.to_numpy(), _style(_place(model)).color)
-            if not axes.lines:
-                axes.text(
-                    0.5, 0.5, "no runs", transform=axes.transAxes, ha="center", fontsize=SMALL, backgroundcolor="w"
-                )
-            for at in range(1, len(rows)):
-                if rows[at][0] != rows[at - 1][0]:
+            if not axes.lines:  # no runs
+                axes.set_visible(False)
+                continue
+            lowest = axes
+            for at in range(1, len(own)):
+                if own[at][0] != own[at - 1][0]:
                     axes.axvline(at - 0.5, color=QUIET, lw=0.6)
-            axes.set_xticks(range(len(rows)), [label(*row) for row in rows], rotation=90, fontsize=SMALL)
-            axes.set_xlim(-0.6, len(rows) - 0.4)
+            axes.set_xticks(range(len(own)), [label(*row) for row in own], rotation=90, fontsize=SMALL)
+            axes.set_xlim(-0.6, len(own) - 0.4)
             axes.set_ylim(-0.06, 1.06)
             axes.tick_params(axis="y", labelsize=SMALL)
             axes.set_title(f"{dataset}, {tokens} tokens", fontsize=9)
+        lowest.tick_params(labelbottom=True)
+        lowest.xaxis.set_in_layout(lowest is panels[-1][column])  # else there is room where no panel is
     figure.supylabel("test RMSE, scaled to [0, 1]", fontsize=9)
     runs_of = sorted({len(values) for values in cells.values()})
     return _finish(figure, "Error of the selected runs", protocol, f"{_range(runs_of)} runs a box")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy as np
 
 from ..atomic import replacing
+from ..data.catalog import CATALOG
 from . import paper
 from .models import MODELS
 from .protocol import BUDGETS, ENCODINGS, Protocol
@@ -663,50 +664,106 @@ def rank_correlation(a: np.ndarray, b: np.ndarray, given: np.ndarray | None = No
     return float(x @ y) / size if size > 1e-9 * len(x) ** 3 and np.isfinite(basis).all() else math.nan
 
 
-def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table:
-    """Average rank by mean RMSE over the tasks (dataset and budget) that all models have; equals share a rank.
-
-    The paper chooses by it but does not print it; its column is computed from its benchmark, over the same tasks.
-    """
-    rows = scores.rows(encodings)
-    tasks = [t for t in scores.tasks() if all(not math.isnan(scores.mean(t[0], row, t[1])) for row in rows)]
-    ours = _average_ranks(rows, tasks, lambda row, dataset, tokens: scores.mean(dataset, row, tokens))
-
-    def printed(row: Row, dataset: str, tokens: int) -> float:
-        found = paper.benchmark(dataset, *row, "rmse", tokens)
-        return math.nan if found is None else found.mean
-
-    theirs = _average_ranks(rows, tasks, printed)
-    records = [
-        {"model": m, "encoding": e, "tasks": len(tasks), "rank": a, "paper_rank": b, "mark": mark}
-        for (m, e), a, b, mark in zip(rows, ours, theirs, marks(ours), strict=True)
-    ]
-    cells = [
-        [Cell(label(*row)), Cell(_printed("{:.2f}", a), mark), Cell(_printed("{:.2f}", b))]
-        for row, a, b, mark in zip(rows, ours, theirs, marks(ours), strict=True)
-    ]
-    which = ", ".join(f"{dataset} {tokens}" for dataset, tokens in tasks) or "none"
+def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table | None:
+    """Ranks by mean RMSE in every task (dataset and budget) of a `full_grid`, and their averages; None if there are no
+    two models in it."""
+    rows, tasks = full_grid(scores.rows(encodings), scores.tasks(), lambda row, task: _has(scores, row, task))
+    if len(rows) < 2:
+        return None
+    ranks = [_ranks([scores.mean(dataset, row, tokens) for row in rows]) for dataset, tokens in tasks]
+    averages = _averages(ranks, len(rows))
+    tops = marks(averages)
+    records, cells = [], []
+    for k, row in enumerate(rows):
+        own = [some[k] for some in ranks]
+        cells.append([Cell(label(*row)), *(Cell(_rank(r)) for r in own), Cell(f"{averages[k]:.2f}", tops[k])])
+        for (dataset, tokens), r in zip(tasks, own, strict=True):
+            of = {"model": row[0], "encoding": row[1], "dataset": dataset, "tokens": tokens}
+            records.append({**of, "rank": r, "average": averages[k], "mark": tops[k]})
     notes = [
         *scores.notes(rows, tasks),
-        f"Rank by mean RMSE among these {len(rows)}, averaged over the tasks that all have: {which}.",
-        "Paper: computed from its benchmark; it does not print ranks.",
+        f"Rank by mean RMSE among these {len(rows)}; equals share a rank. Tasks that lack one of them, or models that "
+        "lack a task, are left out where that leaves more to compare.",
     ]
-    header = ("model", "average rank", "paper")
-    return Table("ranks", "Average rank", header, cells, _frame(records, scores.protocol), notes, _rules(rows))
+    header = ("model", *(f"{dataset} {tokens}" for dataset, tokens in tasks), "average")
+    return Table("ranks", "Ranks", header, cells, _frame(records, scores.protocol), notes, _rules(rows))
 
 
-def _average_ranks(
-    rows: Sequence[Row], tasks: Sequence[tuple[str, int]], mean: Callable[[Row, str, int], float]
-) -> list[float]:
-    """NaN for all if a mean is missing, or if there are no tasks."""
-    totals = [0.0] * len(rows)
-    for dataset, tokens in tasks:
-        means = [mean(row, dataset, tokens) for row in rows]
-        if any(math.isnan(m) for m in means):
-            return [math.nan] * len(rows)
-        for k, m in enumerate(means):
-            totals[k] += 1 + sum(other < m for other in means) + (means.count(m) - 1) / 2
-    return [total / len(tasks) if tasks else math.nan for total in totals]
+def paper_rank_table(scores: Scores) -> Table | None:
+    """Our ranks beside those of the paper's means, among the models that it has; None if there are no two of them.
+
+    The paper chooses by ranks but does not print them. A dataset that stands for one of the paper's is compared with
+    that one, in ranks alone.
+    """
+
+    def printed(row: Row, task: tuple[str, int]) -> float:
+        found = paper.benchmark(_original(task[0]), *row, "rmse", task[1])
+        return math.nan if found is None else found.mean
+
+    def both(row: Row, task: tuple[str, int]) -> bool:
+        return _has(scores, row, task) and not math.isnan(printed(row, task))
+
+    rows, tasks = full_grid(scores.rows(BENCHMARKED), scores.tasks(), both)
+    if len(rows) < 2:
+        return None
+    ours = [_ranks([scores.mean(dataset, row, tokens) for row in rows]) for dataset, tokens in tasks]
+    theirs = [_ranks([printed(row, task) for row in rows]) for task in tasks]
+    average, paper_average = _averages(ours, len(rows)), _averages(theirs, len(rows))
+    records, cells = [], []
+    for k, row in enumerate(rows):
+        own = [(a[k], b[k]) for a, b in zip(ours, theirs, strict=True)]
+        last = f"{average[k]:.2f} ({paper_average[k]:.2f})"
+        cells.append([Cell(label(*row)), *(Cell(f"{_rank(a)} ({_rank(b)})") for a, b in own), Cell(last)])
+        for (dataset, tokens), (a, b) in zip(tasks, own, strict=True):
+            of = {"model": row[0], "encoding": row[1], "dataset": dataset, "tokens": tokens}
+            records.append({**of, "rank": a, "paper_rank": b, "average": average[k], "paper_average": paper_average[k]})
+    notes = [
+        *scores.notes(rows, tasks),
+        f"Rank by mean RMSE among these {len(rows)}; in brackets that of the means which the paper prints.",
+    ]
+    others = [f"{d} for its {_original(d)}" for d in dict(tasks) if _original(d) != d]
+    if others:
+        notes.append(f"Another series stands for the paper's: {', '.join(others)}.")
+    header = ("model", *(f"{dataset} {tokens}" for dataset, tokens in tasks), "average")
+    frame = _frame(records, scores.protocol)
+    return Table("ranks-paper", "Ranks beside the paper's", header, cells, frame, notes, _rules(rows))
+
+
+def full_grid(
+    rows: Sequence[Row], tasks: Sequence[tuple[str, int]], has: Callable[[Row, tuple[str, int]], bool]
+) -> tuple[list[Row], list[tuple[str, int]]]:
+    """Rows and tasks of which all pairs are there, as many pairs as can be had by taking the rows that one task has, or
+    that two have in common; of as many, the one with more tasks."""
+    of_task = {task: frozenset(row for row in rows if has(row, task)) for task in tasks}
+    best: tuple[list[Row], list[tuple[str, int]]] = [], []
+    for some in dict.fromkeys(a & b for a in of_task.values() for b in of_task.values() if a & b):
+        chosen = [task for task in tasks if some <= of_task[task]]
+        if (len(some) * len(chosen), len(chosen)) > (len(best[0]) * len(best[1]), len(best[1])):
+            best = [row for row in rows if row in some], chosen
+    return best
+
+
+def _has(scores: Scores, row: Row, task: tuple[str, int]) -> bool:
+    return len(scores.values(task[0], row, task[1])) > 0
+
+
+def _original(dataset: str) -> str:
+    """Which of the paper's a dataset stands for, or itself."""
+    found = CATALOG.get(dataset)
+    return (found and found.stands_for) or dataset
+
+
+def _ranks(means: Sequence[float]) -> list[float]:
+    """From 1, the least; equals share theirs."""
+    return [1 + sum(other < m for other in means) + (list(means).count(m) - 1) / 2 for m in means]
+
+
+def _averages(ranks: Sequence[Sequence[float]], count: int) -> list[float]:
+    return [sum(some[k] for some in ranks) / len(ranks) for k in range(count)]
+
+
+def _rank(rank: float) -> str:
+    return f"{rank:g}"
 
 
 def wilcoxon_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENCHMARKED) -> Table:
@@ -784,8 +841,7 @@ def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
     more = help_table(scores), selection_table(runs, protocol), spread_table(runs, protocol)
     tables += [table for table in more if table is not None]
     tables.append(effort_table(runs, protocol))
-    if len(scores.rows(BENCHMARKED)) > 1:
-        tables.append(rank_table(scores))
+    tables += [table for table in (rank_table(scores), paper_rank_table(scores)) if table is not None]
     return tables
 
 
