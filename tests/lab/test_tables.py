@@ -255,6 +255,7 @@ def test_which_tables_there_are(tables):
         "benchmark-etth1",
         "ablation-etth1",
         "wilcoxon-etth1",
+        "wilcoxon-encodings-etth1",
         "benchmark-alabama-pv",
         "ablation-alabama-pv",
         "wilcoxon-alabama-pv",
@@ -414,6 +415,18 @@ def test_every_paired_test(tables, chosen, dataset):
     np.testing.assert_allclose(frame["p_holm"].loc[order.index], want, rtol=1e-12)
 
 
+def test_paired_tests_of_encodings(tables, chosen):
+    frame = tables["wilcoxon-encodings-etth1"].frame
+    assert (frame["model_a"] == frame["model_b"]).all()
+    assert len(frame) == 3 * 3 * 10, "budgets, models, pairs of five encodings"
+    r = frame[(frame["model_a"] == "uds") & (frame["tokens"] == 90) & (frame["encoding_b"] == "l-rope")].iloc[-1]
+    some = chosen[(chosen["dataset"] == "etth1") & (chosen["model"] == "uds") & (chosen["tokens"] == 90)]
+    wide = some.pivot(index=["seed", "rank"], columns="encoding", values="test_rmse")
+    assert r["encoding_a"] == "f-rope"
+    assert r["p"] == pytest.approx(stats.wilcoxon(wide["f-rope"], wide["l-rope"]).pvalue, rel=1e-12)
+    assert "Holm's correction over the 90 tests" in " ".join(tables["wilcoxon-encodings-etth1"].notes)
+
+
 def test_the_spread_does_not_enter(tables):
     """A sixth run of every seed has test scores; the tables are about five."""
     assert set(tables["benchmark-etth1"].frame["runs"]) == {15}
@@ -425,7 +438,7 @@ def test_the_spread_does_not_enter(tables):
 def test_made_twice_they_are_the_same_bytes(store, tmp_path):
     one, two = write_tables(store, tmp_path / "one"), write_tables(store, tmp_path / "two")
     assert [p.name for p in one] == [p.name for p in two]
-    assert len(one) == 12 * 3
+    assert len(one) == 13 * 3
     for a, b in zip(one, two, strict=True):
         assert a.read_bytes() == b.read_bytes()
 

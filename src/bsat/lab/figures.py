@@ -371,7 +371,8 @@ def errors(runs: pd.DataFrame, protocol: Protocol, dataset: str) -> Figure:
             reach = np.nan_to_num(np.abs(ends - mean[:, None])).T  # one run has no interval
             k = models.index(model)
             handles[_model(model)] = _line(axes, at, mean, reach, k, len(models), model)
-            printed = {t: paper.benchmark(dataset, model, encoding, "rmse", t) for t in at}
+            row = dataset, model, encoding
+            printed = {t: paper.benchmark(*row, "rmse", t) or paper.ablation(*row, t) for t in at}
             theirs = {t: found.mean for t, found in printed.items() if found is not None}
             if theirs:
                 x = _dodge(np.array(list(theirs)), k + 0.45, len(models))

@@ -767,16 +767,26 @@ def _rank(rank: float) -> str:
 
 
 def wilcoxon_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENCHMARKED) -> Table:
-    """Paired tests between all models of a dataset, at each budget; the paper has none.
+    """Paired tests between all models of a dataset, at each budget; the paper has none."""
+    rivals = list(combinations(scores.rows(encodings, dataset), 2))
+    return _paired_table(scores, dataset, rivals, f"wilcoxon-{dataset}", f"Paired tests on {dataset}")
 
-    A pair are the runs of the same seed and the same rank by validation RMSE. Holm's correction is over the table.
-    """
+
+def encoding_wilcoxon_table(scores: Scores, dataset: str) -> Table:
+    """The same between the encodings of each model."""
+    rivals = [(a, b) for a, b in combinations(scores.rows(dataset=dataset), 2) if a[0] == b[0]]
+    title = f"Paired tests of encodings on {dataset}"
+    return _paired_table(scores, dataset, rivals, f"wilcoxon-encodings-{dataset}", title)
+
+
+def _paired_table(scores: Scores, dataset: str, rivals: Sequence[tuple[Row, Row]], name: str, title: str) -> Table:
+    """A pair are the runs of a seed with the same rank by validation RMSE; Holm's correction is over the table."""
     import pandas as pd
 
-    rows, budgets = scores.rows(encodings, dataset), scores.budgets(dataset)
+    rows, budgets = list(dict.fromkeys(row for pair in rivals for row in pair)), scores.budgets(dataset)
     records: list[dict[str, Any]] = []
     for tokens in budgets:
-        for a, b in combinations(rows, 2):
+        for a, b in rivals:
             left, right = scores.group(dataset, a, tokens), scores.group(dataset, b, tokens)
             if left is None or right is None:
                 continue
@@ -809,10 +819,11 @@ def wilcoxon_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENC
     notes = [
         *scores.notes(rows, [(dataset, tokens) for tokens in budgets]),
         "Wilcoxon's signed-rank test on the RMSE, two-sided; pairs are runs of the same seed and rank by validation "
-        f"RMSE. Holm's correction over the {sum(not math.isnan(r['p']) for r in records)} tests of this table.",
+        f"RMSE. Holm's correction over the {sum(not math.isnan(r['p']) for r in records)} tests of this table. Runs of "
+        "a seed come from one search, and searches share their random points, so that p is rather too small.",
     ]
-    frame, title = _frame(records, scores.protocol), f"Paired tests on {dataset}"
-    return Table(f"wilcoxon-{dataset}", title, header, cells, frame, notes, frozenset(rules), words=2)
+    frame = _frame(records, scores.protocol)
+    return Table(name, title, header, cells, frame, notes, frozenset(rules), words=2)
 
 
 def _p(p: float) -> str:
@@ -833,10 +844,13 @@ def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
         rows = scores.rows(BENCHMARKED, dataset)
         if rows:
             tables.append(benchmark_table(scores, dataset))
-        if len({encoding for _, encoding in scores.rows(dataset=dataset)}) > 1:
+        encodings = {encoding for _, encoding in scores.rows(dataset=dataset)}
+        if len(encodings) > 1:
             tables.append(ablation_table(scores, dataset))
         if len(rows) > 1:
             tables.append(wilcoxon_table(scores, dataset))
+        if encodings - set(BENCHMARKED):
+            tables.append(encoding_wilcoxon_table(scores, dataset))
     tables.append(variation_table(scores))
     more = help_table(scores), selection_table(runs, protocol), spread_table(runs, protocol)
     tables += [table for table in more if table is not None]
