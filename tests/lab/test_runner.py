@@ -15,9 +15,12 @@ import pytest
 from tiny_lab import POPULATION, PROTOCOL, experiment, make_tiny, run_to_be_killed
 
 from bsat import nvrtc
+from bsat.data import catalog
+from bsat.data.season import season_of
 from bsat.lab import Experiment, Protocol, StoreError, read, runner, select
 from bsat.lab.models import MODELS
 from bsat.lab.runner import Watcher, make_engine, run_experiments
+from bsat.lab.runs import naive_path, pack, read_naive
 from bsat.search import Local, Population, Ray, read_records
 from bsat.train.device import count_cores
 from bsat.train.population import Halving
@@ -109,6 +112,27 @@ def test_a_search_taken_further_keeps_what_it_has(tmp_path):
     assert len(again) == 6
     assert list(again["written"]) == list(again["written_first"])
     assert select(runs, 2)["test_rmse"].notna().all()
+
+
+def test_naive_forecasts_are_scored_beside(tmp_path, monkeypatch):
+    wide = replace(PROTOCOL, lookback=100)
+    one = [experiment("uds", "lpe", protocol=wide)]
+    run(tmp_path, one)
+    found, split = read_naive(tmp_path)["solar"], runner.Material(wide, "cpu").split("solar")
+    past, future = (some(slice(None)).double() for some in (split.test.past, split.test.future))
+    season = season_of(catalog.find_dataset("solar").freq)
+    day = past[:, 100 - season :][:, np.arange(future.shape[1]) % season]
+    for name, forecast in (("last value", past[:, -1:]), ("seasonal naive", day)):
+        error = (forecast - future) * float(split.deviation[0])
+        assert found[name]["rmse"] == pytest.approx(float(error.square().mean().sqrt()), rel=1e-5)
+        assert found[name]["mae"] == pytest.approx(float(error.abs().mean()), rel=1e-5)
+    monkeypatch.setattr(runner, "evaluate_naive", None)
+    run(tmp_path, one)  # once is enough
+    pack(tmp_path, tmp_path / "small")
+    assert read_naive(tmp_path / "small") == read_naive(tmp_path)
+    naive_path(tmp_path, "solar").write_text("{}")
+    with pytest.raises(StoreError, match="must hold scores of naive forecasts"):
+        read_naive(tmp_path)
 
 
 def test_spread_scores_all_after_the_selected(tmp_path):

@@ -432,6 +432,20 @@ def test_the_spread_does_not_enter(tables):
     assert set(tables["benchmark-etth1"].frame["runs"]) == {15}
 
 
+def test_naive_forecasts_stand_below(store):
+    own = {"rmse": 3.75, "mae": 2.9, "mse": 14.0625, "smape": 31.0}
+    (table,) = [
+        t for t in make_tables(read(store), PROTOCOL, {"etth1": {"last value": own}}) if t.name == "benchmark-etth1"
+    ]
+    assert [cell.text for cell in table.rows[-4]] == ["last value", "RMSE", *["3.750", "–"] * 3]
+    assert [cell.text for cell in table.rows[-1]][1:4] == ["SMAPE", "31.000", "–"]
+    assert len(table.rows) - 4 in table.rules
+    below = table.frame[table.frame["model"] == "last value"]
+    assert below[below["metric"] == "mse"]["mean"].tolist() == [14.0625] * 3
+    assert not any(cell.mark for row in table.rows[-4:] for cell in row), "they take no part"
+    assert "naive" in " ".join(table.notes)
+
+
 # ---- text ------------------------------------------------------------------------------------------------------------
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..progress import SearchBar
 from .protocol import Experiment
-from .runs import CELL, read, read_protocol
+from .runs import CELL, read, read_naive, read_protocol
 from .tables import Scores, label
 
 if TYPE_CHECKING:
@@ -61,8 +61,8 @@ def run_with_bar(
         if experiment not in since and processes > 1:  # the store has all of it
             bar.trials -= experiment.trials * len(seeds)
         if say:
-            seconds = time.perf_counter() - since.get(experiment, time.perf_counter())
-            print(_line(folder, experiment, seconds), flush=True)
+            now = time.perf_counter()
+            print(_line(folder, experiment, now - since.get(experiment, now)), flush=True)
 
     if show:
         plan = (
@@ -113,13 +113,14 @@ def _line(folder: os.PathLike[str] | str, experiment: Experiment, seconds: float
 def format_summary(folder: os.PathLike[str] | str) -> str:
     """The mean test RMSE of the selected runs, a table for each dataset."""
     protocol = read_protocol(folder)
-    scores = Scores(read(folder, curves=False), protocol)
+    scores, naive = Scores(read(folder, curves=False), protocol), read_naive(folder)
     lines = [f"test RMSE, mean of the selected runs; protocol {protocol.short}"]
     for dataset in scores.datasets():
         budgets = scores.budgets(dataset)
         lines += ["", f"{dataset:<28}" + "".join(f"{tokens:>10}" for tokens in budgets)]
-        for row in scores.rows(dataset=dataset):
-            means = [scores.mean(dataset, row, tokens) for tokens in budgets]
+        table = {label(*row): [scores.mean(dataset, row, t) for t in budgets] for row in scores.rows(dataset=dataset)}
+        table |= {name: [own["rmse"]] * len(budgets) for name, own in naive.get(dataset, {}).items()}
+        for name, means in table.items():
             cells = "".join(f"{'–' if math.isnan(m) else format(m, '.4g'):>10}" for m in means)
-            lines.append(f"{label(*row):<28}{cells}")
+            lines.append(f"{name:<28}{cells}")
     return "\n".join(lines)

@@ -31,6 +31,7 @@ from ..atomic import leftovers, replacing
 from ..data import catalog
 from ..data.folds import fold_edges
 from ..data.frames import to_panel
+from ..data.season import season_of
 from ..data.windows import Split, split_windows
 from ..model import NetworkConfig, build_network
 from ..model.fused import PRECISIONS
@@ -52,7 +53,7 @@ from ..search.contract import alone, import_optuna
 from ..search.study import read_search
 from ..tokens import Tokenizer
 from ..tokens.door import check_choice, to_whole
-from ..train import TokenBatches, TrainConfig, evaluate
+from ..train import TokenBatches, TrainConfig, evaluate, evaluate_naive
 from ..train.batches import fit_tokenizer
 from ..train.device import count_cores, find_device
 from ..train.pack import free_memory
@@ -60,7 +61,7 @@ from ..train.population import Halving, Trained, Trial
 from .models import MODELS
 from .processes import run_side_by_side
 from .protocol import Experiment, Protocol
-from .runs import KEY, Run, Store, StoreError, read, select
+from .runs import KEY, Run, Store, StoreError, naive_path, read, select, write_naive
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -368,6 +369,7 @@ class _Laboratory:
             count += self._score_runs(
                 experiment, rest[rest["rank"] > self.store.protocol.selection].to_dict("records"), "spread"
             )
+        self._score_naive(experiment.dataset)
         for seed in self.store.protocol.seeds:
             self.weights.clear(experiment, seed)
         if self.watcher.scored is not None:
@@ -401,6 +403,15 @@ class _Laboratory:
                 stacklevel=2,
             )
         return count
+
+    def _score_naive(self, dataset: str) -> None:
+        """What the test fold makes of forecasts that learn nothing, once for a store."""
+        if naive_path(self.store.folder, dataset).exists():
+            return
+        season = season_of(catalog.find_dataset(dataset).freq) or 0
+        found = evaluate_naive(self.material.split(dataset).test, *self.material.scaling(dataset), season)
+        scores = {name: own.to_dict() for name, own in found.items()}
+        write_naive(self.store.folder, self.store.protocol, dataset, scores)
 
     def _test(self, dataset: str, trial: Trial, state: dict[str, Tensor]) -> dict[str, float]:
         split, protocol = self.material.split(dataset), self.store.protocol

@@ -3,6 +3,7 @@
     protocol.json                        what all runs of the folder share; a store has one protocol
     runs-HOST-PID-RANDOM.jsonl           one file for each process that writes, so that writers never meet
     runs-packed.jsonl.gz                 what `pack` made of another store, to publish
+    naive-DATASET.json                   test scores of forecasts that learn nothing
 
 A line is written by one `os.write` and an fsync, and ends with a checksum. A writer that is killed leaves at most one
 torn line, the last of its file, which readers recognise and pass over; who comes next writes to a file of their own.
@@ -382,6 +383,24 @@ def _file_name() -> str:
     return f"runs-{host}-{os.getpid()}-{secrets.token_hex(4)}.jsonl"
 
 
+def write_naive(
+    folder: os.PathLike[str] | str, protocol: Protocol, dataset: str, scores: Mapping[str, Mapping[str, float]]
+) -> Path:
+    """Test scores of naive forecasts, by name and metric; they depend on the dataset and the protocol alone. Returns
+    the file."""
+    kept = {name: {metric: float(own[metric]) for metric in METRICS} for name, own in scores.items()}
+    content = {"format": FORMAT, "protocol": protocol.hash, "dataset": dataset, "scores": kept}
+    path = naive_path(folder, dataset)
+    with replacing(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="ascii")
+    return path
+
+
+def naive_path(folder: os.PathLike[str] | str, dataset: str) -> Path:
+    """Where a store has them."""
+    return Path(folder) / f"naive-{dataset}.json"
+
+
 def _sync_folder(folder: Path) -> None:
     """So that a new file's name outlives a power cut; not every system lets a folder be opened."""
     with suppress(OSError):
@@ -481,6 +500,27 @@ def read(folder: os.PathLike[str] | str, protocol: Protocol | None = None, *, cu
     return frame if curves else frame.drop(columns=["curve", "bases"])
 
 
+def read_naive(folder: os.PathLike[str] | str) -> dict[str, dict[str, dict[str, float]]]:
+    """The scores of `write_naive`, by dataset, name and metric; those of another protocol are passed over with a
+    warning."""
+    found: dict[str, dict[str, dict[str, float]]] = {}
+    protocol = read_protocol(folder)
+    for path in sorted(Path(folder).glob(naive_path(folder, "*").name)):
+        try:
+            content = json.loads(path.read_text(encoding="ascii"))
+            dataset, scores = content["dataset"], content["scores"]
+            whole = content["protocol"] == protocol.hash
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(
+                f"{path} must hold scores of naive forecasts; it does not: {error!r}. Delete it."
+            ) from error
+        if whole:
+            found[dataset] = scores
+        else:
+            _warn(f"{path} is of another protocol; it is passed over")
+    return found
+
+
 def _records(folder: Path, protocol: Protocol, curves: bool) -> Iterator[dict[str, Any]]:
     for path in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
         try:
@@ -574,6 +614,7 @@ def pack(folder: os.PathLike[str] | str, out: os.PathLike[str] | str) -> Path:
     target = out / "runs-packed.jsonl.gz"
     with replacing(target) as temporary:
         temporary.write_bytes(gzip.compress(b"".join(line for *_, line in sorted(lines)), mtime=0))
-    with replacing(out / PROTOCOL_FILE) as temporary:
-        temporary.write_bytes((folder / PROTOCOL_FILE).read_bytes())
+    for path in (folder / PROTOCOL_FILE, *sorted(folder.glob(naive_path(folder, "*").name))):
+        with replacing(out / path.name) as temporary:
+            temporary.write_bytes(path.read_bytes())
     return target

@@ -24,7 +24,7 @@ from ..data.catalog import CATALOG
 from . import paper
 from .models import MODELS
 from .protocol import BUDGETS, ENCODINGS, Protocol
-from .runs import CELL, METRICS, STATUSES, read, read_protocol, select
+from .runs import CELL, METRICS, STATUSES, read, read_naive, read_protocol, select
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -325,8 +325,13 @@ def _printed(form: str, *values: float | None) -> str:
     return EMPTY if any(v is None or math.isnan(v) for v in values) else form.format(*values)
 
 
-def benchmark_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENCHMARKED) -> Table:
-    """Mean (95 % BCa interval) of four metrics over the budgets, beside the paper's.
+def benchmark_table(
+    scores: Scores,
+    dataset: str,
+    encodings: Iterable[str] = BENCHMARKED,
+    naive: Mapping[str, Mapping[str, float]] | None = None,
+) -> Table:
+    """Mean (95 % BCa interval) of four metrics over the budgets, beside the paper's; below, those of naive forecasts.
 
     Bold and underlined are the best and the second of a metric over all models and budgets, as in the paper.
     """
@@ -375,10 +380,18 @@ def benchmark_table(scores: Scores, dataset: str, encodings: Iterable[str] = BEN
                 where = f" {r['place']}" if r["place"] else ""
                 line.append(Cell(_interval(r["paper_mean"], r["paper_low"], r["paper_high"]) + where))
         cells.append(line)
+    rules = _rules(rows, len(METRICS))
+    for name, own in (naive or {}).items():
+        rules |= {len(cells)}
+        for metric in METRICS:
+            texts = [_printed("{:.3f}", own[metric]), *([EMPTY] if beside else [])] * len(budgets)
+            cells.append([Cell(name if metric == METRICS[0] else ""), Cell(metric.upper()), *map(Cell, texts)])
+            same = {"dataset": dataset, "model": name, "encoding": "", "metric": metric, "runs": 0, "mean": own[metric]}
+            records += [{**same, "tokens": tokens} for tokens in budgets]
     notes = scores.notes(rows, [(dataset, tokens) for tokens in budgets])
     notes.append(
         f"Mean (95 % BCa interval, {RESAMPLES:,} resamples). Best bold, second underlined, per metric over all models "
-        "and budgets."
+        f"and budgets{'; naive forecasts take no part' if naive else ''}."
     )
     if beside:
         notes.append("Paper: what it prints, and whether our mean lies inside its interval, or how far beyond its end.")
@@ -389,7 +402,7 @@ def benchmark_table(scores: Scores, dataset: str, encodings: Iterable[str] = BEN
         cells,
         _frame(records, scores.protocol),
         notes,
-        _rules(rows, len(METRICS)),
+        rules,
         words=2,
     )
 
@@ -830,8 +843,10 @@ def _p(p: float) -> str:
     return EMPTY if math.isnan(p) else "<0.0001" if p < 1e-4 else f"{p:.4f}"
 
 
-def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
-    """All that the runs are enough for."""
+def make_tables(
+    runs: pd.DataFrame, protocol: Protocol, naive: Mapping[str, Mapping[str, Mapping[str, float]]] | None = None
+) -> list[Table]:
+    """All that the runs are enough for; `naive` is what `runs.read_naive` finds."""
     scores = Scores(runs, protocol)
     if not len(scores.selected):
         waiting = len(scores.waiting)
@@ -843,7 +858,7 @@ def make_tables(runs: pd.DataFrame, protocol: Protocol) -> list[Table]:
     for dataset in scores.datasets():
         rows = scores.rows(BENCHMARKED, dataset)
         if rows:
-            tables.append(benchmark_table(scores, dataset))
+            tables.append(benchmark_table(scores, dataset, naive=(naive or {}).get(dataset)))
         encodings = {encoding for _, encoding in scores.rows(dataset=dataset)}
         if len(encodings) > 1:
             tables.append(ablation_table(scores, dataset))
@@ -866,7 +881,7 @@ def write_tables(
     wrong = [f for f in formats if f not in FORMATS]
     if wrong or not formats:
         raise ValueError(f"`formats` must be some of {', '.join(FORMATS)}; got {list(formats)}.")
-    tables = make_tables(read(store, curves=False), read_protocol(store))
+    tables = make_tables(read(store, curves=False), read_protocol(store), read_naive(store))
     out = Path(out)
     out.mkdir(parents=True, exist_ok=True)
     paths = []

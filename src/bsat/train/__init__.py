@@ -2,7 +2,7 @@
 
 from .batches import TokenBatches
 from .loop import train
-from .metrics import Scores, evaluate, evaluate_beside_naive, naive_forecasts, predict
+from .metrics import Scores, evaluate, evaluate_beside_naive, evaluate_naive, naive_forecasts, predict
 from .schedule import learning_rate_factor
 from .settings import Epoch, History, TrainConfig
 
@@ -14,6 +14,7 @@ __all__ = [
     "TrainConfig",
     "evaluate",
     "evaluate_beside_naive",
+    "evaluate_naive",
     "learning_rate_factor",
     "naive_forecasts",
     "predict",

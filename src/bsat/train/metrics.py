@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 import torch
 from torch import Tensor
 
+from ..data.windows import Windows
 from ..model import Network
 from .batches import TokenBatches, run
 
@@ -101,12 +102,31 @@ def evaluate_beside_naive(
     tallies = {"model": Tally()}
     for part, forecast in predict(network, batches, batch_size):
         rows = batches.windows.rows[part].long()
-        truth, scale = batches.targets(part), (mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1))
-        tallies["model"].add(forecast, truth, *scale)
+        scale = mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1)
+        tallies["model"].add(forecast, batches.targets(part), *scale)
         if season is not None:
-            for name, naive in naive_forecasts(batches.windows.past(part), truth.shape[1], season).items():
-                tallies.setdefault(name, Tally()).add(naive, truth, *scale)
+            _add_naive(tallies, batches.windows, part, season, *scale)
     return {name: tally.scores() for name, tally in tallies.items()}
+
+
+def evaluate_naive(
+    windows: Windows, mean: Tensor, deviation: Tensor, season: int, batch_size: int = EVAL_BATCH
+) -> dict[str, Scores]:
+    """Scores of "last value" and, if there is a season, of "seasonal naive"."""
+    tallies: dict[str, Tally] = {}
+    for start in range(0, len(windows), batch_size):
+        part = slice(start, min(start + batch_size, len(windows)))
+        rows = windows.rows[part].long()
+        _add_naive(tallies, windows, part, season, mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1))
+    return {name: tally.scores() for name, tally in tallies.items()}
+
+
+def _add_naive(
+    tallies: dict[str, Tally], windows: Windows, part: slice, season: int, mean: Tensor, deviation: Tensor
+) -> None:
+    truth = windows.future(part)
+    for name, naive in naive_forecasts(windows.past(part), truth.shape[1], season).items():
+        tallies.setdefault(name, Tally()).add(naive, truth, mean, deviation)
 
 
 def naive_forecasts(past: Tensor, horizon: int, season: int) -> dict[str, Tensor]:
