@@ -1,9 +1,9 @@
 """Which part of the model `bsat-spline` does it: the head, the detail, or what instance norm looks at?
 
-    BSAT_DATA=folder python benchmarks/spline_parts.py DATASET [--json] [--tokens 45] [--seeds 2025 2026] [--jobs 2]
+    BSAT_DATA=folder python benchmarks/spline_parts.py DATASET [--json] [--tokens 45] [--seeds 2025 2026] [--jobs 2] [--windows N]
 
 Each of `head="spline"`, `detail=8` and `norm="window"` on and off, the other two baselines beside; `Forecaster`'s
-default network, lookback 720, horizon 192, at most 30 epochs and no search. Test RMSE in the data's unit, mean over the
+default network, lookback 720, horizon 192, at most 30 epochs (of N windows, drawn anew each time) and no search. Test RMSE in the data's unit, mean over the
 seeds, and how far it is below that of BSAT without any of them. DATASET is a name of the catalog (`bsat data list`).
 """
 
@@ -28,18 +28,20 @@ PARTS = [dict(zip(("head", "detail", "norm"), on, strict=True)) for on in produc
 BASELINES = {"UDS": DownsampleTokenizer, "PatchTST": PatchTokenizer}
 
 
-def train(name: str, parts: dict[str, bool], dataset: str, tokens: int, seed: int, epochs: int) -> dict[str, Any]:
+def train(
+    name: str, parts: dict[str, bool], dataset: str, tokens: int, seed: int, epochs: int, windows: int | None
+) -> dict[str, Any]:
     """One training, scored once on the test fold."""
     torch.set_num_threads(1)
     began = time.perf_counter()
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"max_epochs": epochs, "epoch_windows": windows}
     if parts.get("head"):
         given["head"] = "spline"
     if parts.get("norm"):
         given["norm"] = "window"
     kind = BASELINES.get(name)
     tokenizer = BSplineTokenizer(tokens, detail=8 * parts["detail"]) if kind is None else kind(tokens)
-    forecaster = Forecaster(192, 720, tokenizer, seed=seed, max_epochs=epochs, device="cpu", verbose=False, **given)
+    forecaster = Forecaster(192, 720, tokenizer, seed=seed, device="cpu", verbose=False, **given)
     found = forecaster.fit(catalog.load(dataset))
     scores = {key: score.rmse for key, score in found.scores_.items() if score is not None}
     spent = time.perf_counter() - began
@@ -53,34 +55,37 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=45)
     parser.add_argument("--seeds", type=int, nargs="+", default=[2025, 2026])
     parser.add_argument("--jobs", type=int, default=2, help="trainings at a time")
+    parser.add_argument("--windows", type=int, help="in an epoch; all by default")
     parser.add_argument("--epochs", type=int, default=EPOCHS, help=argparse.SUPPRESS)
     args = parser.parse_args()
     named = {" ".join(part for part in parts if parts[part]) or "-": parts for parts in PARTS}
-    jobs = [(name, parts, seed) for name, parts in {**named, "UDS": {}, "PatchTST": {}}.items() for seed in args.seeds]
+    named |= {name: {} for name in BASELINES}
+    if not args.json:
+        epoch = f" of {args.windows} windows" if args.windows else ""
+        what = f"{args.dataset}, {args.tokens} tokens, at most {args.epochs} epochs{epoch}"
+        print(f"{what}; test RMSE over {len(args.seeds)} seeds\n")
+        print(f"{'':20}{'mean':>10}{'below':>9}   {'seeds':24}{'epochs':>7}{'s a run':>9}", flush=True)
+    rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(args.jobs, multiprocessing.get_context("spawn")) as pool:
-        waiting = [
-            pool.submit(train, name, parts, args.dataset, args.tokens, seed, args.epochs) for name, parts, seed in jobs
-        ]
-        runs = [job.result() for job in waiting]
-    rows = []
-    for name in dict.fromkeys(run["name"] for run in runs):
-        own = [run for run in runs if run["name"] == name]
-        each = [run["test"] for run in own]
-        rows.append({"name": name, "rmse": statistics.mean(each), "seeds": each, "runs": own})
-    plain = rows[0]["rmse"]
-    naive = {key: runs[0][key] for key in ("last value", "seasonal naive")}
+        given = args.dataset, args.tokens
+        jobs = {
+            name: [pool.submit(train, name, parts, *given, seed, args.epochs, args.windows) for seed in args.seeds]
+            for name, parts in named.items()
+        }
+        for name, own in jobs.items():
+            runs = [job.result() for job in own]
+            rows.append({"name": name, "rmse": statistics.mean(run["test"] for run in runs), "runs": runs})
+            if not args.json:
+                epochs, seconds = (statistics.mean(run[key] for run in runs) for key in ("epochs", "seconds"))
+                mean = f"{rows[-1]['rmse']:>10.4g}{1 - rows[-1]['rmse'] / rows[0]['rmse']:>9.1%}"
+                seeds = " ".join(f"{run['test']:.4g}" for run in runs)
+                print(f"{name:20}{mean}   {seeds:24}{epochs:>7.0f}{seconds:>9.0f}", flush=True)
+    naive = {key: rows[0]["runs"][0][key] for key in ("last value", "seasonal naive")}
     if args.json:
         print(json.dumps({"dataset": args.dataset, "tokens": args.tokens, "rows": rows, "naive": naive}))
         return
-    print(f"{args.dataset}, {args.tokens} tokens, at most {args.epochs} epochs; test RMSE over {len(args.seeds)} seeds")
-    print(f"\n{'':20}{'mean':>10}{'below':>9}   {'seeds':24}{'epochs':>7}{'s a run':>9}")
-    for row in rows:
-        epochs, seconds = (statistics.mean(run[key] for run in row["runs"]) for key in ("epochs", "seconds"))
-        seeds = " ".join(f"{value:.4g}" for value in row["seeds"])
-        mean = f"{row['rmse']:>10.4g}{1 - row['rmse'] / plain:>9.1%}"
-        print(f"{row['name']:20}{mean}   {seeds:24}{epochs:>7.0f}{seconds:>9.0f}")
     for key, value in naive.items():
-        print(f"{key:20}{value:>10.4g}{1 - value / plain:>9.1%}")
+        print(f"{key:20}{value:>10.4g}{1 - value / rows[0]['rmse']:>9.1%}")
 
 
 if __name__ == "__main__":
