@@ -1,10 +1,12 @@
 """Which part of the model `bsat-spline` does it: the head, the detail, or what instance norm looks at?
 
-    BSAT_DATA=folder python benchmarks/spline_parts.py DATASET [--json] [--tokens 45] [--seeds 2025 2026] [--jobs 2] [--windows N]
+    BSAT_DATA=folder python benchmarks/spline_parts.py DATASET [--json] [--tokens 45] [--seeds 2025 2026] [--jobs 2]
+                                                               [--windows N]
 
-Each of `head="spline"`, `detail=8` and `norm="window"` on and off, the other two baselines beside; `Forecaster`'s
-default network, lookback 720, horizon 192, at most 30 epochs (of N windows, drawn anew each time) and no search. Test RMSE in the data's unit, mean over the
-seeds, and how far it is below that of BSAT without any of them. DATASET is a name of the catalog (`bsat data list`).
+Each of `head="spline"`, `detail=8` and `norm="window"` on and off, the two baselines beside; `Forecaster`'s default
+network, lookback 720, horizon 192, at most 30 epochs (of all windows, or of N, drawn anew each time) and no search.
+Test RMSE in the data's unit, mean over the seeds, and how far it is below that of BSAT without any of them. DATASET is a
+name of the catalog (`bsat data list`).
 """
 
 from __future__ import annotations
