@@ -5,7 +5,7 @@
 
 Each of `head="spline"`, `detail=8` and `norm="window"` on and off, the two baselines beside; `Forecaster`'s default
 network, lookback 720, horizon 192, at most 30 epochs (of all windows, or of N, drawn anew each time) and no search.
-Test RMSE in the data's unit, mean over the seeds, and how far it is below that of BSAT without any of them. DATASET is a
+Test RMSE in the data's unit, mean over the seeds, and how far below that of BSAT without any of them. DATASET is a
 name of the catalog (`bsat data list`).
 """
 
