@@ -102,10 +102,10 @@ def evaluate_beside_naive(
     tallies = {"model": Tally()}
     for part, forecast in predict(network, batches, batch_size):
         rows = batches.windows.rows[part].long()
-        scale = mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1)
-        tallies["model"].add(forecast, batches.targets(part), *scale)
+        truth, scale = batches.targets(part), (mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1))
+        tallies["model"].add(forecast, truth, *scale)
         if season is not None:
-            _add_naive(tallies, batches.windows, part, season, *scale)
+            _add_naive(tallies, batches.windows.past(part), truth, season, *scale)
     return {name: tally.scores() for name, tally in tallies.items()}
 
 
@@ -117,15 +117,15 @@ def evaluate_naive(
     for start in range(0, len(windows), batch_size):
         part = slice(start, min(start + batch_size, len(windows)))
         rows = windows.rows[part].long()
-        _add_naive(tallies, windows, part, season, mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1))
+        scale = mean[rows].unsqueeze(1), deviation[rows].unsqueeze(1)
+        _add_naive(tallies, windows.past(part), windows.future(part), season, *scale)
     return {name: tally.scores() for name, tally in tallies.items()}
 
 
 def _add_naive(
-    tallies: dict[str, Tally], windows: Windows, part: slice, season: int, mean: Tensor, deviation: Tensor
+    tallies: dict[str, Tally], past: Tensor, truth: Tensor, season: int, mean: Tensor, deviation: Tensor
 ) -> None:
-    truth = windows.future(part)
-    for name, naive in naive_forecasts(windows.past(part), truth.shape[1], season).items():
+    for name, naive in naive_forecasts(past, truth.shape[1], season).items():
         tallies.setdefault(name, Tally()).add(naive, truth, mean, deviation)
 
 
