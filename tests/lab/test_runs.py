@@ -103,6 +103,23 @@ def test_an_empty_store(tmp_path):
     assert len(select(read(tmp_path), 5)) == 0
 
 
+def test_a_file_that_goes_while_others_read(tmp_path, monkeypatch):
+    """A writer that wrote nothing takes its file along."""
+    with Store(tmp_path, PROTOCOL) as store:
+        store.add(make_run())
+        idle = Store(tmp_path, PROTOCOL)
+        whole = Path.read_bytes
+
+        def read_bytes(path):
+            idle.close()
+            return whole(path)
+
+        monkeypatch.setattr(Path, "read_bytes", read_bytes)
+        assert idle.path.exists()
+        assert len(read(tmp_path)) == 1
+        assert not idle.path.exists()
+
+
 def test_rows_do_not_depend_on_who_wrote_them(tmp_path):
     runs = [make_run(t, seed=s) for s in PROTOCOL.seeds for t in range(4)]
     random.Random(3).shuffle(runs)

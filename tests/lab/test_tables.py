@@ -21,9 +21,11 @@ from bsat.lab.tables import (
     Scores,
     Table,
     bca_interval,
+    benchmark_table,
     full_grid,
     holm,
     marks,
+    paper_rank_table,
     place,
     rank_correlation,
     wilcoxon,
@@ -376,12 +378,14 @@ def test_every_rank(tables, chosen):
 def test_ranks_beside_the_dataset_that_one_stands_for(store):
     runs = read(store)
     runs = runs[runs["dataset"] == "alabama-pv"].assign(dataset="alabama-pv-34.05")
-    made = {table.name: table for table in make_tables(runs, PROTOCOL)}
-    assert "alabama-pv-34.05 for its alabama-pv" in " ".join(made["ranks-paper"].notes)
-    row = made["ranks-paper"].frame.set_index(["model", "encoding", "tokens"]).loc[("uds", "lpe", 45)]
+    scores = Scores(runs, PROTOCOL)
+    made = paper_rank_table(scores)
+    assert "alabama-pv-34.05 for its alabama-pv" in " ".join(made.notes)
+    row = made.frame.set_index(["model", "encoding", "tokens"]).loc[("uds", "lpe", 45)]
     means = [paper.benchmark("alabama-pv", m, e, "rmse", 45).mean for m in MODELS for e in ("lpe", "l-rope+lpe")]
     assert row["paper_rank"] == 1 + sum(m < means[2] for m in means)
-    assert not any("paper" in name for name in made["benchmark-alabama-pv-34.05"].header), "nothing absolute beside it"
+    header = benchmark_table(scores, "alabama-pv-34.05").header
+    assert not any("paper" in name for name in header), "nothing absolute beside it"
 
 
 def test_ranks_among_those_that_can_be_compared():
@@ -434,9 +438,7 @@ def test_the_spread_does_not_enter(tables):
 
 def test_naive_forecasts_stand_below(store):
     own = {"rmse": 3.75, "mae": 2.9, "mse": 14.0625, "smape": 31.0}
-    (table,) = [
-        t for t in make_tables(read(store), PROTOCOL, {"etth1": {"last value": own}}) if t.name == "benchmark-etth1"
-    ]
+    table = benchmark_table(Scores(read(store), PROTOCOL), "etth1", naive={"last value": own})
     assert [cell.text for cell in table.rows[-4]] == ["last value", "RMSE", *["3.750", "–"] * 3]
     assert [cell.text for cell in table.rows[-1]][1:4] == ["SMAPE", "31.000", "–"]
     assert len(table.rows) - 4 in table.rules

@@ -526,6 +526,8 @@ def _records(folder: Path, protocol: Protocol, curves: bool) -> Iterator[dict[st
         try:
             content = path.read_bytes()
             content = gzip.decompress(content) if path.suffix == ".gz" else content
+        except FileNotFoundError:  # its writer wrote nothing, and took it along just now
+            continue
         except (OSError, EOFError, zlib.error) as error:
             raise StoreError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         *lines, rest = content.split(b"\n")
