@@ -400,6 +400,10 @@ def test_ranks_among_those_that_can_be_compared():
     assert full_grid([a, b, c], [("x", 45)], has) == ([a, b, c], [("x", 45)])
     assert full_grid([a, b, c], [("x", 90), ("z", 45)], has) == ([a, b], [("x", 90)])
     assert full_grid([a], [("z", 45)], has) == ([], [])
+    there |= {("z", t): {c} for t in range(10)}
+    assert full_grid([a, b, c], list(there), has) == ([a, b], [("x", 45), ("x", 90), ("y", 45)]), (
+        "one alone has no rank"
+    )
 
 
 @pytest.mark.parametrize("dataset", LEVEL)

@@ -678,10 +678,9 @@ def rank_correlation(a: np.ndarray, b: np.ndarray, given: np.ndarray | None = No
 
 
 def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table | None:
-    """Ranks by mean RMSE in every task (dataset and budget) of a `full_grid`, and their averages; None if there are no
-    two models in it."""
+    """Ranks by mean RMSE in every task (dataset and budget) of a `full_grid`, and averages; None if it is empty."""
     rows, tasks = full_grid(scores.rows(encodings), scores.tasks(), lambda row, task: _has(scores, row, task))
-    if len(rows) < 2:
+    if not rows:
         return None
     ranks = [_ranks([scores.mean(dataset, row, tokens) for row in rows]) for dataset, tokens in tasks]
     averages = _averages(ranks, len(rows))
@@ -689,7 +688,7 @@ def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table 
     records, cells = [], []
     for k, row in enumerate(rows):
         own = [some[k] for some in ranks]
-        cells.append([Cell(label(*row)), *(Cell(_rank(r)) for r in own), Cell(f"{averages[k]:.2f}", tops[k])])
+        cells.append([Cell(label(*row)), *(Cell(f"{r:g}") for r in own), Cell(f"{averages[k]:.2f}", tops[k])])
         for (dataset, tokens), r in zip(tasks, own, strict=True):
             of = {"model": row[0], "encoding": row[1], "dataset": dataset, "tokens": tokens}
             records.append({**of, "rank": r, "average": averages[k], "mark": tops[k]})
@@ -703,7 +702,7 @@ def rank_table(scores: Scores, encodings: Iterable[str] = BENCHMARKED) -> Table 
 
 
 def paper_rank_table(scores: Scores) -> Table | None:
-    """Our ranks beside those of the paper's means, among the models that it has; None if there are no two of them.
+    """Our ranks beside those of the paper's means, among the models that it has; None if no task has two of them.
 
     The paper chooses by ranks but does not print them. A dataset that stands for one of the paper's is compared with
     that one, in ranks alone.
@@ -717,7 +716,7 @@ def paper_rank_table(scores: Scores) -> Table | None:
         return _has(scores, row, task) and not math.isnan(printed(row, task))
 
     rows, tasks = full_grid(scores.rows(BENCHMARKED), scores.tasks(), both)
-    if len(rows) < 2:
+    if not rows:
         return None
     ours = [_ranks([scores.mean(dataset, row, tokens) for row in rows]) for dataset, tokens in tasks]
     theirs = [_ranks([printed(row, task) for row in rows]) for task in tasks]
@@ -726,7 +725,7 @@ def paper_rank_table(scores: Scores) -> Table | None:
     for k, row in enumerate(rows):
         own = [(a[k], b[k]) for a, b in zip(ours, theirs, strict=True)]
         last = f"{average[k]:.2f} ({paper_average[k]:.2f})"
-        cells.append([Cell(label(*row)), *(Cell(f"{_rank(a)} ({_rank(b)})") for a, b in own), Cell(last)])
+        cells.append([Cell(label(*row)), *(Cell(f"{a:g} ({b:g})") for a, b in own), Cell(last)])
         for (dataset, tokens), (a, b) in zip(tasks, own, strict=True):
             of = {"model": row[0], "encoding": row[1], "dataset": dataset, "tokens": tokens}
             records.append({**of, "rank": a, "paper_rank": b, "average": average[k], "paper_average": paper_average[k]})
@@ -745,11 +744,11 @@ def paper_rank_table(scores: Scores) -> Table | None:
 def full_grid(
     rows: Sequence[Row], tasks: Sequence[tuple[str, int]], has: Callable[[Row, tuple[str, int]], bool]
 ) -> tuple[list[Row], list[tuple[str, int]]]:
-    """Rows and tasks of which all pairs are there, as many pairs as can be had by taking the rows that one task has, or
-    that two have in common; of as many, the one with more tasks."""
+    """Rows, at least two, and tasks of which all pairs are there: as many pairs as can be had by taking the rows that
+    one task has, or that two have in common; of as many, the one with more tasks."""
     of_task = {task: frozenset(row for row in rows if has(row, task)) for task in tasks}
     best: tuple[list[Row], list[tuple[str, int]]] = [], []
-    for some in dict.fromkeys(a & b for a in of_task.values() for b in of_task.values() if a & b):
+    for some in dict.fromkeys(a & b for a in of_task.values() for b in of_task.values() if len(a & b) > 1):
         chosen = [task for task in tasks if some <= of_task[task]]
         if (len(some) * len(chosen), len(chosen)) > (len(best[0]) * len(best[1]), len(best[1])):
             best = [row for row in rows if row in some], chosen
@@ -773,10 +772,6 @@ def _ranks(means: Sequence[float]) -> list[float]:
 
 def _averages(ranks: Sequence[Sequence[float]], count: int) -> list[float]:
     return [sum(some[k] for some in ranks) / len(ranks) for k in range(count)]
-
-
-def _rank(rank: float) -> str:
-    return f"{rank:g}"
 
 
 def wilcoxon_table(scores: Scores, dataset: str, encodings: Iterable[str] = BENCHMARKED) -> Table:
