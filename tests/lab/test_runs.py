@@ -17,7 +17,7 @@ import pandas as pd
 import pytest
 
 from bsat.lab import Experiment, Protocol, Run, Store, StoreError, read, read_protocol, select
-from bsat.lab.runs import KEY, decode, encode
+from bsat.lab.runs import KEY, decode, encode, pack
 from bsat.train.settings import Epoch, History
 
 PROTOCOL = Protocol(max_epochs=4, seeds=(2025, 2026))
@@ -222,6 +222,23 @@ def test_a_damaged_line_in_the_middle(tmp_path):
     path.write_bytes(path.read_bytes().replace(b'"trial":1', b'"trial":7'))
     with pytest.warns(RuntimeWarning, match=r"line 2 of .* is damaged"):
         assert read(tmp_path)["trial"].tolist() == [0, 2]
+
+
+def test_a_packed_store(tmp_path):
+    """Pandas reads its file as it stands; a changed byte, or an end that is missing, does not go unseen."""
+    with Store(tmp_path / "whole", PROTOCOL) as store:
+        for trial in range(3):
+            store.add(make_run(trial))
+        store.add_test(EXPERIMENT, 2025, 0, TEST)
+    path = pack(tmp_path / "whole", tmp_path / "small")
+    assert pd.read_json(path, lines=True)["kind"].tolist() == ["trial", "test", "trial", "trial"]
+    assert read(tmp_path / "small")["val_rmse"].tolist() == read(tmp_path / "whole")["val_rmse"].tolist()
+    content = path.read_bytes()
+    middle = len(content) // 2
+    for damaged in (content[:middle], content[:middle] + b"#" + content[middle + 1 :], b"no archive"):
+        path.write_bytes(damaged)
+        with pytest.raises(StoreError, match=r"runs-packed.jsonl.xz cannot be read: "):
+            read(tmp_path / "small")
 
 
 def test_after_a_torn_line_others_go_on(tmp_path):

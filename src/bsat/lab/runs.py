@@ -2,7 +2,7 @@
 
     protocol.json                        what all runs of the folder share; a store has one protocol
     runs-HOST-PID-RANDOM.jsonl           one file for each process that writes, so that writers never meet
-    runs-packed.jsonl.gz                 what `pack` made of another store, to publish
+    runs-packed.jsonl.xz                 what `pack` made of another store, to publish
     naive-DATASET.json                   test scores of forecasts that learn nothing
 
 A line is written by one `os.write` and an fsync, and ends with a checksum. A writer that is killed leaves at most one
@@ -17,9 +17,9 @@ reads a file as it stands; `read` reads a folder, checks it, and sets test score
 from __future__ import annotations
 
 import errno
-import gzip
 import hashlib
 import json
+import lzma
 import math
 import os
 import platform
@@ -28,7 +28,6 @@ import secrets
 import tempfile
 import threading
 import warnings
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -58,7 +57,7 @@ KEY = [*CELL, "seed", "trial"]
 """By which a run is known inside its store."""
 
 PROTOCOL_FILE = "protocol.json"
-PATTERNS = ("runs-*.jsonl", "runs-*.jsonl.gz")
+PATTERNS = ("runs-*.jsonl", "runs-*.jsonl.xz")
 
 
 class StoreError(OSError):
@@ -525,10 +524,10 @@ def _records(folder: Path, protocol: Protocol, curves: bool) -> Iterator[dict[st
     for path in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
         try:
             content = path.read_bytes()
-            content = gzip.decompress(content) if path.suffix == ".gz" else content
+            content = lzma.decompress(content) if path.suffix == ".xz" else content
         except FileNotFoundError:  # its writer wrote nothing, and took it along just now
             continue
-        except (OSError, EOFError, zlib.error) as error:
+        except (OSError, lzma.LZMAError) as error:
             raise StoreError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
         *lines, rest = content.split(b"\n")
         if rest:
@@ -613,9 +612,10 @@ def pack(folder: os.PathLike[str] | str, out: os.PathLike[str] | str) -> Path:
             record |= {"curve": {}, "bases": record["bases"][-1:]}
         lines.append((tuple(record[name] for name in KEY), record["kind"] != "trial", encode(record)))
     out.mkdir(parents=True, exist_ok=True)
-    target = out / "runs-packed.jsonl.gz"
+    target = out / "runs-packed.jsonl.xz"
     with replacing(target) as temporary:
-        temporary.write_bytes(gzip.compress(b"".join(line for *_, line in sorted(lines)), mtime=0))
+        content = b"".join(line for *_, line in sorted(lines))
+        temporary.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
     for path in (folder / PROTOCOL_FILE, *sorted(folder.glob(naive_path(folder, "*").name))):
         with replacing(out / path.name) as temporary:
             temporary.write_bytes(path.read_bytes())
