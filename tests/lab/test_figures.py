@@ -178,6 +178,15 @@ def test_quartiles_that_ties_leave_empty():
     assert words.count("-25.0") == 1
 
 
+def test_no_panel_of_what_was_not_run():
+    """A dataset of one encoding, another of the other: two panels of four, each with names beside it."""
+    one = spreads(np.arange(8.0), np.ones(8))
+    other = one.assign(dataset="solar", model="uds", encoding="l-rope+lpe")
+    drawn = [axes for axes in lab.spread(pd.concat([one, other]), PROTOCOL).axes if axes.axison and axes.get_title()]
+    assert [axes.get_title() for axes in drawn] == ["etth1, L-RoPE", "solar, L-RoPE LPE"]
+    assert [[text.get_text() for text in axes.get_yticklabels()] for axes in drawn] == [["BSAT 45"], ["UDS 45"]]
+
+
 def test_memory_is_the_median_in_mib(runs):
     axes = lab.memory(runs, PROTOCOL).axes[0]
     assert {y for line in axes.lines for y in line.get_ydata()} == {300.0}

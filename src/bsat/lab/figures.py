@@ -298,9 +298,13 @@ def spread(runs: pd.DataFrame, protocol: Protocol) -> Figure:
     figure = _new_figure(2.2 + 2.5 * len(datasets), 1.7 + 0.45 * len(encodings) + 0.21 * sum(heights))
     panels = figure.subplots(len(encodings), len(datasets), squeeze=False, height_ratios=heights)
     for encoding, line in zip(encodings, panels, strict=True):
+        names = [f"{_model(model)} {tokens}" for model, tokens in tasks[encoding]]
         for dataset, axes in zip(datasets, line, strict=True):
             keys = [(dataset, model, tokens, encoding) for model, tokens in tasks[encoding]]
             part = found.reindex(keys)
+            if part["runs"].isna().all():
+                axes.set_axis_off()
+                continue
             values = part[columns].to_numpy(dtype=np.float64)
             image = axes.imshow(values, cmap="RdBu_r", vmin=-limit, vmax=limit, aspect="auto")
             for i, row in enumerate(values):
@@ -315,8 +319,8 @@ def spread(runs: pd.DataFrame, protocol: Protocol) -> Figure:
             axes.set_xlim(-0.5, 3.7)
             axes.set_xticks([0, 1, 2, 3.1], [*columns, "median"], fontsize=SMALL)
             axes.tick_params(top=False, bottom=False, left=False, labeltop=True, labelbottom=False)
-            names = [f"{_model(model)} {tokens}" for model, tokens in tasks[encoding]]
-            axes.set_yticks(range(len(keys)), names if axes is line[0] else [], fontsize=SMALL)
+            axes.set_yticks(range(len(keys)), names, fontsize=SMALL)
+            names = []  # beside the first panel of a line
             axes.set_title(f"{dataset}, {_encoding(encoding)}", fontsize=9)
     bar = figure.colorbar(image, ax=panels, location="bottom", shrink=0.5, aspect=40, fraction=0.03)
     bar.set_label("change of the mean test RMSE against Q1, %", fontsize=9)
