@@ -466,9 +466,9 @@ def lab_run(
     store: Annotated[Path, typer.Option(help="The folder of the runs; what is there is not run again.")] = Path(
         "bsat-runs"
     ),
-    models: Annotated[str, typer.Option(help="Some of bsat, bsat-safe, bsat-spline, bsat-unit, uds, patchtst.")] = (
-        "bsat,uds,patchtst"
-    ),
+    models: Annotated[
+        str, typer.Option(help="Some of bsat, bsat-safe, bsat-spline, bsat-even, bsat-unit, uds, patchtst.")
+    ] = "bsat,uds,patchtst",
     encodings: Annotated[
         str, typer.Option(help="Some of lpe, f-rope, l-rope, f-rope+lpe, l-rope+lpe; or all.")
     ] = "l-rope+lpe",

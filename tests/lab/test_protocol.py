@@ -6,6 +6,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bsat.lab import protocol
@@ -106,7 +107,19 @@ def test_encodings_are_the_models():
     from bsat.model import ENCODINGS as OF_THE_MODEL
 
     assert set(ENCODINGS) == set(OF_THE_MODEL)
-    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", "bsat-unit", "uds", "patchtst"]
+    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", "bsat-even", "bsat-unit", "uds", "patchtst"]
+
+
+def test_even_knots_are_even():
+    from bsat.tokens import BSplineTokenizer
+
+    tokenizer = MODELS["bsat-even"].make_tokenizer(45)
+    assert isinstance(tokenizer, BSplineTokenizer)
+    bent = np.cumsum(np.random.default_rng(0).standard_cauchy((50, 720)), axis=1)
+    knots = tokenizer.fit(bent).transform(bent).knots
+    inner = knots[:, tokenizer.degree : -tokenizer.degree]
+    np.testing.assert_allclose(np.diff(inner), 719 / (45 - tokenizer.degree), rtol=1e-6)
+    assert MODELS["bsat-even"].kin == MODELS["bsat"].kin, "they train side by side"
 
 
 @pytest.mark.parametrize(

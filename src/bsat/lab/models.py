@@ -1,8 +1,9 @@
 """What stands in the rows of the tables: models by name, each with its tokens, its network and what is searched.
 
 One network serves all. "bsat" is the paper's, to the letter; "bsat-safe" changes the placement of the knots alone, so
-that the two tell what the cure costs or gains; "bsat-spline" is what we would use ourselves; "bsat-unit" is there to
-find out whether rotary positions in samples are what makes deep networks of adaptive tokens overfit.
+that the two tell what the cure costs or gains; "bsat-spline" is what we would use ourselves. Two are there to find
+something out: "bsat-even", what placing the knots gives at all, and "bsat-unit", whether rotary positions in samples
+are what makes deep networks of adaptive tokens overfit.
 """
 
 from __future__ import annotations
@@ -84,6 +85,12 @@ MODELS = {
         {**PAPER, "placement": "safe", "detail": 8},
         {"head": "spline"},
         {"feature": Categorical(("curvature", "slope")), "norm": Categorical(("coefficients", "window"))},
+    ),
+    "bsat-even": Model(
+        "BSAT even",
+        "as in the paper, but with knots at even distances, wherever the signal bends",
+        "BSplineTokenizer",
+        {**PAPER, "feature": "uniform"},
     ),
     "bsat-unit": Model(
         "BSAT unit",
