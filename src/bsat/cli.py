@@ -467,7 +467,10 @@ def lab_run(
         "bsat-runs"
     ),
     models: Annotated[
-        str, typer.Option(help="Some of bsat, bsat-safe, bsat-spline, bsat-even, bsat-unit, uds, patchtst.")
+        str,
+        typer.Option(
+            help="Some of bsat, bsat-safe, bsat-spline, bsat-even, bsat-even-spline, bsat-unit, uds, patchtst."
+        ),
     ] = "bsat,uds,patchtst",
     encodings: Annotated[
         str, typer.Option(help="Some of lpe, f-rope, l-rope, f-rope+lpe, l-rope+lpe; or all.")

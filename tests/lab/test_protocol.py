@@ -13,6 +13,9 @@ from bsat.lab import protocol
 from bsat.lab.models import MODELS, SPACES
 from bsat.lab.protocol import ENCODINGS, Experiment, Protocol
 from bsat.search.space import Space, Whole
+from bsat.tokens import BSplineTokenizer
+
+EVEN = ("bsat-even", "bsat-even-spline")
 
 
 def test_the_defaults_are_the_papers():
@@ -107,19 +110,18 @@ def test_encodings_are_the_models():
     from bsat.model import ENCODINGS as OF_THE_MODEL
 
     assert set(ENCODINGS) == set(OF_THE_MODEL)
-    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", "bsat-even", "bsat-unit", "uds", "patchtst"]
+    assert list(MODELS) == ["bsat", "bsat-safe", "bsat-spline", *EVEN, "bsat-unit", "uds", "patchtst"]
 
 
-def test_even_knots_are_even():
-    from bsat.tokens import BSplineTokenizer
-
-    tokenizer = MODELS["bsat-even"].make_tokenizer(45)
+@pytest.mark.parametrize("name", EVEN)
+def test_even_knots_are_even(name):
+    tokenizer = MODELS[name].make_tokenizer(45)
     assert isinstance(tokenizer, BSplineTokenizer)
     bent = np.cumsum(np.random.default_rng(0).standard_cauchy((50, 720)), axis=1)
     knots = tokenizer.fit(bent).transform(bent).knots
     inner = knots[:, tokenizer.degree : -tokenizer.degree]
     np.testing.assert_allclose(np.diff(inner), 719 / (45 - tokenizer.degree), rtol=1e-6)
-    assert MODELS["bsat-even"].kin == MODELS["bsat"].kin, "they train side by side"
+    assert MODELS[name].kin == MODELS[name.replace("-even", "")].kin, "they train side by side"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """What stands in the rows of the tables: models by name, each with its tokens, its network and what is searched.
 
 One network serves all. "bsat" is the paper's, to the letter; "bsat-safe" changes the placement of the knots alone, so
-that the two tell what the cure costs or gains; "bsat-spline" is what we would use ourselves. Two are there to find
-something out: "bsat-even", what placing the knots gives at all, and "bsat-unit", whether rotary positions in samples
-are what makes deep networks of adaptive tokens overfit.
+that the two tell what the cure costs or gains; "bsat-spline" is what adaptive tokens seem to need. Three are there to
+find something out: "bsat-even" and "bsat-even-spline", what placing the knots gives at all, and "bsat-unit", whether
+rotary positions in samples are what makes deep networks of adaptive tokens overfit.
 """
 
 from __future__ import annotations
@@ -91,6 +91,14 @@ MODELS = {
         "as in the paper, but with knots at even distances, wherever the signal bends",
         "BSplineTokenizer",
         {**PAPER, "feature": "uniform"},
+    ),
+    "bsat-even-spline": Model(
+        "BSAT even spline",
+        "even knots, detail=8, spline head; norm is searched",
+        "BSplineTokenizer",
+        {**PAPER, "placement": "safe", "feature": "uniform", "detail": 8},
+        {"head": "spline"},
+        {"norm": Categorical(("coefficients", "window"))},
     ),
     "bsat-unit": Model(
         "BSAT unit",
