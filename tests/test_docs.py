@@ -46,6 +46,18 @@ def test_the_readme_runs(tmp_path, monkeypatch, capsys):
     assert len(bsat.Forecaster.load("model", verbose=False).predict()) == 96
 
 
+def test_every_model_of_the_laboratory_is_named():
+    from typer.main import get_command
+
+    from bsat.cli import app
+    from bsat.lab.models import MODELS
+
+    (option,) = [p for p in get_command(app).commands["lab"].commands["run"].params if p.name == "models"]
+    assert option.help == f"Some of {', '.join(MODELS)}."
+    page = (ROOT / "docs" / "lab.md").read_text(encoding="utf-8")
+    assert re.findall(r"^\| `([a-z-]+)` \|", page.split("## Models")[1].split("\n## ")[0], re.M) == list(MODELS)
+
+
 def test_commands_of_the_docs_exist():
     from typer.main import get_command
 

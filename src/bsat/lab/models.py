@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 CLIP_AT = 10.0
 """C_max in deviations of the train fold, on which the paper is silent (DESIGN: C_max)."""
 PAPER = {"clip_factor": "auto", "placement": "paper", "feature": "curvature", "max_coefficient": CLIP_AT}
+EVEN = {**PAPER, "feature": "uniform", "clip_factor": 1.0}
+"""Knots at even distances, where no interval is long enough to be clipped: there is no factor to search."""
 SPACES = {"paper": Space()}
 """By name; a protocol's hash depends on what they hold, not on their names."""
 
@@ -90,13 +92,13 @@ MODELS = {
         "BSAT even",
         "as in the paper, but with knots at even distances, wherever the signal bends",
         "BSplineTokenizer",
-        {**PAPER, "feature": "uniform"},
+        EVEN,
     ),
     "bsat-even-spline": Model(
         "BSAT even spline",
         "even knots, detail=8, spline head; norm is searched",
         "BSplineTokenizer",
-        {**PAPER, "placement": "safe", "feature": "uniform", "detail": 8},
+        {**EVEN, "placement": "safe", "detail": 8},
         {"head": "spline"},
         {"norm": Categorical(("coefficients", "window"))},
     ),
