@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -476,7 +477,9 @@ def lab_run(
         str, typer.Option(help="Some of lpe, f-rope, l-rope, f-rope+lpe, l-rope+lpe; or all.")
     ] = "l-rope+lpe",
     tokens: Annotated[str, typer.Option(help="Budgets.")] = "45",
-    trials: Annotated[int, typer.Option(help="Of each search; the paper has 200.")] = 200,
+    trials: Annotated[
+        str, typer.Option(help="Of each search: one number, or one for each budget; the paper has 200.")
+    ] = "200",
     seeds: Annotated[str, typer.Option(help="A search for each.")] = "2025,2026,2027",
     epochs: Epochs = 100,
     horizon: Horizon = 192,
@@ -502,10 +505,11 @@ def lab_run(
         horizon=horizon, lookback=lookback, seeds=tuple(to_numbers(seeds, "--seeds")), max_epochs=epochs
     )
     encoded = ENCODINGS if encodings.strip() == "all" else to_words(encodings, "--encodings")
+    budgets = to_numbers(tokens, "--tokens")
     experiments = [
-        Experiment(name, model, budget, encoding, trials, protocol)
+        Experiment(name, model, budget, encoding, count, protocol)
         for name in names
-        for budget in to_numbers(tokens, "--tokens")
+        for budget, count in zip(budgets, to_trials(trials, budgets), strict=True)
         for encoding in encoded
         for model in to_words(models, "--models")
     ]
@@ -600,6 +604,17 @@ def to_numbers(text: str, name: str) -> list[int]:
         return [int(word) for word in words]
     except ValueError:
         raise ValueError(f"{name} must be whole numbers, separated by commas; got {text!r}.") from None
+
+
+def to_trials(text: str, budgets: Sequence[int]) -> list[int]:
+    """How many trials each budget has."""
+    counts = [number for word in text.split(",") for number in to_numbers(word, "--trials")]
+    if len(counts) not in (1, len(budgets)):
+        raise ValueError(
+            f"--trials must be one number, or one for each budget of --tokens {','.join(map(str, budgets))}; got "
+            f"{text!r}, which are {len(counts)}."
+        )
+    return counts * (len(budgets) // len(counts))
 
 
 def to_clip_factor(text: str) -> float | str:

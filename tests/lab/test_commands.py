@@ -58,6 +58,16 @@ def test_run_tables_figures(bsat, tmp_path):
     assert "must be a new or empty folder" in err
 
 
+def test_trials_of_each_budget(bsat, tmp_path):
+    words = RUN.replace("--tokens 6 --trials 2", "--tokens 5,6,8 --trials 2,1,1").replace("bsat,uds", "uds")
+    code, _, err = bsat(*words.split(), "--engine", "population")
+    assert code == 0, err
+    assert read(tmp_path / "bsat-runs").groupby("tokens").size().to_dict() == {5: 2, 6: 1, 8: 1}
+    bsat("lab", "tables", "bsat-runs", "--formats", "md")
+    table = (tmp_path / "bsat-runs" / "tables" / "benchmark-solar.md").read_text()
+    assert "2 (5 tokens) and 1 (6, 8 tokens) trials a seed" in table
+
+
 def test_json(bsat):
     code, out, _ = bsat(*RUN.split(), "--engine", "population", "--store", "s", "--json")
     found = json.loads(out)
@@ -78,6 +88,9 @@ def test_json(bsat):
         ("lab run solar --tokens many", "--tokens must be whole numbers"),
         ("lab run solar --seeds ,", "--seeds must name at least one"),
         ("lab run solar --trials 0", "--trials must be at least 1"),
+        ("lab run solar --trials few", "--trials must be whole numbers"),
+        ("lab run solar --trials 40, --tokens 45,90", "--trials must name at least one"),
+        ("lab run solar --trials 40,24 --tokens 45,90,180", "one for each budget of --tokens 45,90,180; got '40,24'"),
         ("lab run solar --engine slurm", "--engine must be one of"),
         ("lab run solar --device tpu", "--device must be"),
         ("lab run solar --engine population --at-once 3", "--at-once must be left out"),

@@ -275,16 +275,19 @@ class Scores:
         return [(dataset, tokens) for dataset in self.datasets() for tokens in self.budgets(dataset)]
 
     def _trials(self, rows: Sequence[Row], tasks: Sequence[tuple[str, int]]) -> str:
-        """How many were searched: "40", or "40 (45 tokens) and 24 (180 tokens)", or "24 to 40" if cells differ."""
+        """How many were searched: "40", or "40 (45 tokens) and 24 (90, 180 tokens)", or "24 to 40" if cells differ."""
         counts: dict[int, set[int]] = {}
         for cell, count in self.trials.items():
             dataset, model, tokens, encoding, _ = cast("tuple[str, str, int, str, int]", cell)
             if (model, encoding) in rows and (dataset, tokens) in tasks:
                 counts.setdefault(tokens, set()).add(int(count))
-        spans = {t: f"{min(c)} to {max(c)}" if len(c) > 1 else str(min(c)) for t, c in sorted(counts.items())}
-        if len(set(spans.values())) == 1:
-            return next(iter(spans.values()))
-        return " and ".join(f"{span} ({tokens} tokens)" for tokens, span in spans.items()) or "no"
+        spans: dict[str, list[str]] = {}
+        for tokens, found in sorted(counts.items()):
+            span = f"{min(found)} to {max(found)}" if len(found) > 1 else str(min(found))
+            spans.setdefault(span, []).append(str(tokens))
+        if len(spans) < 2:
+            return next(iter(spans), "no")
+        return " and ".join(f"{span} ({', '.join(budgets)} tokens)" for span, budgets in spans.items())
 
     def notes(self, rows: Sequence[Row], tasks: Sequence[tuple[str, int]]) -> list[str]:
         """The protocol, and which cells fall short of it."""
