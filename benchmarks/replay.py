@@ -1,6 +1,6 @@
 """Do stored runs come out again? One run of each cell, trained once more for its first epoch, here and in plain torch.
 
-    BSAT_DATA=folder python benchmarks/replay.py STORE [--json] [--device cpu] [--tokens 45,90]
+    BSAT_DATA=folder python benchmarks/replay.py STORE [--json] [--device cpu] [--dataset etth1] [--tokens 45,90]
 
 STORE is a folder of runs with their curves (`bsat lab run`; `docs/results/runs` has those of the selected runs). Of
 each cell the run with the smallest network is taken that has a curve. `loss` and `validation` are how far the first
@@ -43,12 +43,17 @@ def main() -> None:
     parser.add_argument("store", type=Path, help="the folder of runs")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
+    parser.add_argument("--dataset", help="one of them only")
     parser.add_argument("--tokens", default="", help="some budgets only")
     args = parser.parse_args()
     runs, protocol = read(args.store), read_protocol(args.store)
     material = Material(protocol, args.device)
+    if args.dataset:
+        runs = runs[runs["dataset"] == args.dataset]
     if args.tokens:
         runs = runs[runs["tokens"].isin([int(word) for word in args.tokens.split(",")])]
+    if runs.empty:
+        raise SystemExit(f"{args.store} has no such runs")
     rows: list[dict[str, Any]] = []
     device = args.device if args.device == "cpu" else torch.cuda.get_device_name()
     machine = f"{device}, torch {torch.__version__}, Python {platform.python_version()}, bsat {bsat.__version__}"
