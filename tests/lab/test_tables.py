@@ -5,6 +5,8 @@ import csv
 import math
 import os
 import re
+import shutil
+import subprocess
 from io import StringIO
 from itertools import combinations, product
 from pathlib import Path
@@ -453,6 +455,32 @@ def test_naive_forecasts_stand_below(store):
 
 
 # ---- text ------------------------------------------------------------------------------------------------------------
+
+
+def test_latex_is_well_formed(tables):
+    for table in tables.values():
+        first, *rest = table.to_latex().splitlines()
+        assert first == r"% \usepackage{booktabs, adjustbox}"
+        open_ = []
+        for line in rest:
+            for way, name in re.findall(r"\\(begin|end)\{([a-z*]+)\}", line):
+                assert way == "begin" or open_.pop() == name
+                open_ += [name] * (way == "begin")
+        assert not open_
+        ends = {line.count(" & ") for line in rest if line.endswith(r"\\")}
+        assert ends == {len(table.header) - 1}, "a line has as many cells as another"
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="needs pdflatex, with booktabs and adjustbox")
+def test_latex_compiles_and_fits_the_page(store, tmp_path):
+    paths = write_tables(store, tmp_path, ["tex"])
+    lines = [r"\documentclass[twocolumn]{article}", r"\usepackage{booktabs, adjustbox}", r"\begin{document}"]
+    lines += [rf"\input{{{path.name}}}" for path in paths] + [r"\end{document}"]
+    (tmp_path / "all.tex").write_text("\n".join(lines))
+    made = subprocess.run(["pdflatex", "-halt-on-error", "all.tex"], cwd=tmp_path, capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout[-2000:]
+    assert "Overfull" not in made.stdout
+    assert "too large for page" not in made.stdout
 
 
 def test_made_twice_they_are_the_same_bytes(store, tmp_path):

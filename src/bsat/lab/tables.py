@@ -168,7 +168,7 @@ class Table:
         return "\n".join([f"### {self.title}", "", head, ruler, *lines, "", notes]) + "\n"
 
     def to_latex(self) -> str:
-        """Needs the package booktabs."""
+        """Needs the packages that its first line names; never wider or taller than a page."""
         wrap = {"best": r"\textbf{%s}", "second": r"\underline{%s}", "": "%s"}
         lines = []
         for k, row in enumerate(self.rows):
@@ -178,9 +178,11 @@ class Table:
         return (
             "\n".join(
                 [
+                    r"% \usepackage{booktabs, adjustbox}",
                     r"\begin{table*}[htbp]",
                     r"\centering",
                     r"\small",
+                    r"\begin{adjustbox}{max width=\textwidth, max totalheight=0.8\textheight}",
                     rf"\begin{{tabular}}{{{'l' * self.words}{'c' * (len(self.header) - self.words)}}}",
                     r"\toprule",
                     " & ".join(rf"\textbf{{{_latex(h)}}}" if h else "" for h in self.header) + r" \\",
@@ -188,6 +190,7 @@ class Table:
                     *lines,
                     r"\bottomrule",
                     r"\end{tabular}",
+                    r"\end{adjustbox}",
                     rf"\caption{{{_latex(self.title)}. {_latex(' '.join(self.notes))}}}",
                     rf"\label{{tab:bsat_{self.name.replace('-', '_')}}}",
                     r"\end{table*}",
