@@ -14,15 +14,23 @@ from bsat.conformal import FLOOR, check_levels, half_widths, local_deviation, so
 
 @pytest.mark.parametrize(
     ("level", "levels"),
-    [([80, 95], [80, 95]), ([95, 80, 95.0], [80, 95]), (90, [90]), ((99.9,), [99.9]), ([], []), (np.array([50]), [50])],
+    [
+        ([80, 95], [80, 95]),
+        ([95, 80, 95.0], [80, 95]),
+        (90, [90]),
+        (np.int64(90), [90]),
+        ((99.9,), [99.9]),
+        ([], []),
+        (np.array([50]), [50]),
+    ],
 )
 def test_levels_are_sorted_and_differ(level, levels):
     assert check_levels(level) == levels
 
 
-@pytest.mark.parametrize("level", [[0], [100], [-5], [80, 101], [float("nan")], [float("inf")]])
+@pytest.mark.parametrize("level", [[0], [0.95], [100], [-5], [80, 101], [float("nan")], [float("inf")]])
 def test_levels_lie_between_0_and_100(level):
-    with pytest.raises(ValueError, match="strictly between 0 and 100; got"):
+    with pytest.raises(ValueError, match="percentages from 1 to less than 100; got"):
         check_levels(level)
 
 

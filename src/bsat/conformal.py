@@ -23,16 +23,17 @@ FLOOR = 0.1
 
 
 def check_levels(level: Any) -> list[float]:
-    """Percentages strictly between 0 and 100, without repetition."""
-    levels = [level] if isinstance(level, (int, float)) and not isinstance(level, bool) else level
+    """Percentages from 1 to less than 100, without repetition."""
+    number = isinstance(level, (int, float, np.integer, np.floating)) and not isinstance(level, bool)
+    levels = [level] if number else level
     if isinstance(levels, (str, bytes)) or not isinstance(levels, Iterable):
         raise TypeError(f"`level` must be a list of percentages; got {level!r}. Pass e.g. [80, 95].")
     levels = list(levels)
     for one in levels:
         if isinstance(one, bool) or not isinstance(one, (int, float, np.integer, np.floating)):
             raise TypeError(f"`level` must hold percentages; got {one!r}. Pass e.g. [80, 95].")
-        if not 0 < one < 100:
-            raise ValueError(f"`level` must lie strictly between 0 and 100; got {one}. Pass e.g. [80, 95].")
+        if not 1 <= one < 100:
+            raise ValueError(f"`level` must be percentages from 1 to less than 100; got {one}. Pass e.g. [80, 95].")
     return sorted({float(one) for one in levels})
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
+import pandas as pd
 import torch
 from huggingface_hub import ModelHubMixin
 from torch import Tensor
@@ -25,7 +26,8 @@ from .data import season_of
 from .data.columns import kind_of, make_frame
 from .data.folds import SHARES, check_shares, fold_edges
 from .data.frames import Panel, stack_level, to_panel
-from .data.windows import Split, Windows, fit_scaling, split_windows
+from .data.stamps import check_freq
+from .data.windows import Split, Windows, check_size, fit_scaling, split_windows
 from .model import Network, NetworkConfig, build_network
 from .model.stacked import describe
 from .progress import TrainingBar
@@ -130,8 +132,14 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                 f"got 'fit'. Use BSplineTokenizer, which fits what was observed."
             )
         self.gaps, self.drop_short = gaps, bool(drop_short)
-        self.freq = int(freq) if isinstance(freq, np.integer) else getattr(freq, "freqstr", freq)
+        if isinstance(freq, np.timedelta64):  # which numpy counts among the integers
+            freq = pd.Timedelta(freq)
+        self.freq = freq if freq is None else check_freq(freq, isinstance(freq, int | np.integer))
         self.id_col, self.time_col = id_col, time_col
+        if not isinstance(target_col, str) and not (
+            isinstance(target_col, Sequence) and all(isinstance(name, str) for name in target_col)
+        ):
+            raise TypeError(f"`target_col` must be the name of a column, or a list of them; got {target_col!r}.")
         self.target_col = target_col if isinstance(target_col, str) else list(target_col)
         taken = {"channel", "cutoff", "y", tokenizer.label} & {id_col, time_col}
         if taken:
@@ -236,9 +244,15 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         val_set = TokenBatches(val_windows, tokenizer, network, keep=keep)
         scaling = torch.from_numpy(mean).to(device), torch.from_numpy(deviation).to(device)
         state = None
+        for item in dict.fromkeys(panel.ids):
+            try:
+                _plain_id(item)
+            except ValueError as error:
+                if checkpoint is not None:  # whoever keeps one will want to save
+                    raise
+                warnings.warn(f"this forecaster cannot be saved: {error}", stacklevel=stack_level())
+                break
         if checkpoint is not None:
-            for item in dict.fromkeys(panel.ids):
-                _plain_id(item)  # whoever keeps a checkpoint will want to save
             Path(checkpoint).mkdir(parents=True, exist_ok=True)
             state = Checkpoint(checkpoint, self._fingerprint(panel, folds, tokenizer), resume=resume)
             if resume and not state.path.exists():
@@ -281,7 +295,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         test = TokenBatches(split.test, self.tokenizer_, network, keep=False)
         self.scores_: dict[str, Scores | None] = {
             "val": evaluate(network, val_set, *scaling),
-            "test": None,
+            **dict.fromkeys(("test", "last value", "seasonal naive")),
         }
         if len(test) and history.stopped != "interrupted":  # a training that may go on must not have seen it
             beside = evaluate_beside_naive(network, test, *scaling, season_of(panel.freq) or 0)
@@ -290,21 +304,21 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         return self
 
     def _without_short(self, panel: Panel) -> Panel:
-        need = self.lookback + self.horizon
+        """What `fit` can take windows from."""
+        sum_ = "lookback + horizon"
+        return self._long_enough(panel, self.lookback + self.horizon, "", "Shorten `lookback` or `horizon`", sum_)
+
+    def _long_enough(self, panel: Panel, need: int, what: str, way: str, sum_: str = "lookback") -> Panel:
+        """The series with `need` samples or more; if others are not to be dropped, or all are short, an error."""
         short = panel.lengths < need
         if not short.any():
             return panel
         names = ", ".join(f"{panel.ids[r]!r} ({panel.lengths[r]})" for r in np.flatnonzero(short)[:3])
         names += ", ..." if short.sum() > 3 else ""
-        if not self.drop_short:
+        if not self.drop_short or short.all():
             raise ValueError(
-                f"every series must have lookback + horizon = {need} samples or more; {int(short.sum())} of "
-                f"{len(panel)} have fewer: {names}. Shorten `lookback` or `horizon`, or pass drop_short=True."
-            )
-        if short.all():
-            raise ValueError(
-                f"all {len(panel)} series are shorter than lookback + horizon = {need} samples: {names}. "
-                f"Shorten `lookback` or `horizon`."
+                f"every series must have {sum_} = {need} samples or more{what and ' '}{what}; {int(short.sum())} of "
+                f"{len(panel)} have fewer: {names}. {way}{'.' if short.all() else ', or pass drop_short=True.'}"
             )
         note = f"left out {int(short.sum())} series shorter than {need} samples: {names}."
         warnings.warn(note, stacklevel=stack_level())
@@ -404,14 +418,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             return self._frame(self._kind, self._tail, self._intervals(self._ready(self._tail), levels))
         kind = kind_of(df)
         panel = self._to_panel(df, self.freq_)
-        short = panel.lengths < self.lookback
-        if short.any():
-            row = int(short.argmax())
-            raise ValueError(
-                f"every series must have lookback = {self.lookback} samples or more to be forecast; "
-                f"{panel.ids[row]!r} has {panel.lengths[row]} ({int(short.sum())} of {len(panel)} are too short). "
-                f"Pass more of its past."
-            )
+        panel = self._long_enough(panel, self.lookback, "to be forecast", "Pass more of its past")
         return self._frame(kind, panel, self._intervals(self._ready(panel), levels))
 
     def _ready(self, panel: Panel) -> Panel:
@@ -439,8 +446,10 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         L = self.lookback
         windows = panel.values[(panel.offsets[1:, None] - L) + np.arange(L)]
         mean, deviation = self._scaling(panel)
+        scaled = (windows - mean[:, None]) / deviation[:, None]
+        check_size(scaled.ravel(), panel.tail(L))
         # Rounded as in training: a rounding error in a sample moves knots by its p-th root, so the same tokens matter.
-        scaled = ((windows - mean[:, None]) / deviation[:, None]).astype(np.float32).astype(np.float64)
+        scaled = scaled.astype(np.float32).astype(np.float64)
         self._check_observed(panel, scaled)
         forecast = self._run_exact(scaled)
         columns = {self.name: forecast}
@@ -458,7 +467,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         mean, deviation = self.mean_[rows], self.deviation_[rows]
         new = rows < 0
         if new.any():
-            own = fit_scaling(panel.values, panel.offsets, panel.lengths)
+            own = fit_scaling(panel.values, panel.offsets, panel.lengths, float(np.median(self.deviation_)))
             mean, deviation = np.where(new, own[0], mean), np.where(new, own[1], deviation)
         return mean, deviation
 
@@ -536,7 +545,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             mean, deviation = (past.new_tensor(a[rows])[:, None] for a in (self.mean_, self.deviation_))
         else:
             deviation, mean = torch.std_mean(past, 1, correction=0, keepdim=True)
-            deviation = torch.where(deviation > 0, deviation, 1)
+            deviation = torch.where(deviation > 0, deviation, float(np.median(self.deviation_)))
         scaled = ((past - mean) / deviation).float()
         network.eval()
         out = run(network, make_inputs(network, self.tokenizer_.transform(scaled), scaled)) * deviation + mean
@@ -577,15 +586,14 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         step = self.horizon if step is None else to_whole(step, "step", 1)
         levels = check_levels(level) if level is not None else []
         kind = kind_of(df)
-        panel = self._without_short(self._to_panel(df, getattr(self, "freq_", self.freq)))
+        panel = self._long_enough(
+            self._to_panel(df, getattr(self, "freq_", self.freq)),
+            self.lookback + self.horizon + step * (n_windows - 1),
+            f"for `n_windows` = {n_windows} cutoffs {step} apart",
+            "Lower `n_windows` or `step`",
+            "lookback + horizon + step (n_windows - 1)",
+        )
         cuts = panel.lengths - self.horizon - step * np.arange(n_windows - 1, -1, -1)[:, None]  # (n_windows, R)
-        if (cuts[0] < self.lookback).any():
-            row = int((cuts[0] < self.lookback).argmax())
-            need = self.lookback + self.horizon + step * (n_windows - 1)
-            raise ValueError(
-                f"`n_windows` = {n_windows} cutoffs {step} apart need lookback + horizon + step (n_windows - 1) = "
-                f"{need} samples; {panel.ids[row]!r} has {panel.lengths[row]}. Lower `n_windows` or `step`."
-            )
         model = None if refit else self._unspoiled(panel, cuts[0])
         if model is None and not allow_fit:
             raise ValueError(
@@ -620,9 +628,20 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         """This forecaster, if it has learned from nothing at or after the cutoffs."""
         if not hasattr(self, "network_"):
             return None
-        known = np.array([self._rows.get(key, -1) for key in panel.keys])
+        known, at = np.array([self._rows.get(key, -1) for key in panel.keys]), panel.at(cut)
         learned = np.where(known < 0, np.iinfo(np.int64).min, self.learned_until_[known])
-        return self if (learned <= panel.at(cut)).all() else None
+        if not (learned <= at).all():
+            return None
+        strange = np.flatnonzero((known < 0) & (at < self.learned_until_.max()))
+        if len(strange):
+            one = panel.ids[strange[0]]
+            warnings.warn(
+                f"{len(strange)} of {len(panel)} series have ids that `fit` did not see, {one!r} (of type "
+                f"{type(one).__name__}) for one, and cutoffs within the time that it learned from. If they are its "
+                f"series by other names, these forecasts are of what the model was trained on.",
+                stacklevel=stack_level(),
+            )
+        return self
 
     def _fresh(self) -> Forecaster:
         return type(self)(**self.get_params())

@@ -200,13 +200,17 @@ def test_some_windows_are_spread_evenly(most):
 def test_scaling_is_that_of_the_train_fold():
     rng = np.random.default_rng(0)
     values = rng.normal(size=400) * 3 + 1e6
-    values[100:200] = 0.1  # a constant has deviation 1, also if rounding gives it a spread
+    values[100:200] = 0.1  # a constant has that of the others, also if rounding gives it a spread
     values[200:300:3] = np.nan
     values[300:] = np.nan
     offsets, ends = np.arange(5) * 100, np.full(4, 60)
     mean, deviation = fit_scaling(values, offsets, ends)
     np.testing.assert_allclose(mean, [values[:60].mean(), 0.1, np.nanmean(values[200:260]), 0.0], rtol=1e-12)
-    np.testing.assert_allclose(deviation, [values[:60].std(), 1.0, np.nanstd(values[200:260]), 1.0], rtol=1e-12)
+    own = values[:60].std(), np.nanstd(values[200:260])
+    np.testing.assert_allclose(deviation, [own[0], np.median(own), own[1], np.median(own)], rtol=1e-12)
+    np.testing.assert_array_equal(fit_scaling(values, offsets, ends, 7.0)[1][[1, 3]], 7.0)
+    still = np.array([0.0, 0.0, -5.0, -5.0])
+    np.testing.assert_array_equal(fit_scaling(still, np.array([0, 2, 4]), np.array([2, 2]))[1], [1.0, 5.0])
     values[60:100] += 1e9  # what comes after does not count
     assert fit_scaling(values, offsets, ends)[0][0] == mean[0]
 

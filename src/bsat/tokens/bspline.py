@@ -141,8 +141,8 @@ class BSplineTokenizer(Tokenizer):
         self.clip_factor = clip_factor if isinstance(clip_factor, str) else float(clip_factor)
         self.placement = placement
         self.feature = feature
-        self.recency = recency
-        self.max_coefficient = max_coefficient
+        self.recency = float(recency)
+        self.max_coefficient = None if max_coefficient is None else float(max_coefficient)
         self.coefficients = coefficients
         self.detail = to_whole(detail, "detail", 0)
 
