@@ -174,6 +174,15 @@ def test_the_spread_is_that_of_the_end(tmp_path):
         assert np.isnan(spread[1])
 
 
+@pytest.mark.parametrize(("width", "learns"), [(16, False), (32, True)])
+def test_heads_of_a_single_pair_have_no_spread(tmp_path, width, learns):
+    """It turns at frequency 1, whatever the base."""
+    configuration = {"d_model": width, "n_heads": 8}
+    with Store(tmp_path, PROTOCOL) as store:
+        store.add(make_run(configuration=configuration, bases=[[1e4, 1e4]]))
+    assert read(tmp_path)["spread"].notna().tolist() == [learns]
+
+
 def test_what_json_does_not_know(tmp_path):
     with Store(tmp_path, PROTOCOL) as store:
         with pytest.raises(TypeError, match="`x` must hold numbers, words, lists and dicts; got <object"):

@@ -332,7 +332,7 @@ def spread(runs: pd.DataFrame, protocol: Protocol) -> Figure:
 def memory(runs: pd.DataFrame, protocol: Protocol) -> Figure:
     """Peak memory of training against tokens, by tokenizer: the median over all runs, and from the least to the most.
 
-    The range is that of the configurations that the search tried; of runs trained side by side each has its share.
+    Of runs trained side by side each has its share of the peak, the tokens of all included: who was alone has most.
     """
     measured = runs[runs["memory"].notna()]
     if not len(measured):

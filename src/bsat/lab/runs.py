@@ -468,7 +468,7 @@ def read(folder: os.PathLike[str] | str, protocol: Protocol | None = None, *, cu
     """All runs of a store, one row each, test scores beside them where there are any (else NaN).
 
     Rows come in the order of `KEY`, whoever wrote them. `spread` is the largest less the smallest of the learned bases
-    at a run's end. Torn and damaged lines are passed over with a warning. Of
+    at a run's end, NaN where none can be learned. Torn and damaged lines are passed over with a warning. Of
     records of one run, what finished or was halved goes before what failed, then the one written first; a warning says
     so if they differ.
 
@@ -574,14 +574,17 @@ def _frame(runs: dict[tuple[Any, ...], dict[str, Any]], tests: dict[tuple[Any, .
     rest = ["configuration", "curve", "bases", "seconds", "memory", "pack", "device", "engine", "versions", "written"]
     columns = [*KEY, "status", "reason", *scores, *more, "why", *rest, "experiment", "study", "protocol"]
     frame = pd.DataFrame(rows, columns=columns)
-    frame.insert(frame.columns.get_loc("why"), "spread", frame["bases"].map(_spread))  # type: ignore[arg-type]
+    spreads = [_spread(*of) for of in zip(frame["bases"], frame["configuration"], strict=True)]
+    frame.insert(frame.columns.get_loc("why"), "spread", spreads)  # type: ignore[arg-type]
     numbers = [*scores, *more, "spread", "seconds", "memory", "pack"]
     return frame.astype(dict.fromkeys(numbers, "float64") | dict.fromkeys(("tokens", "seed", "trial"), "int64"))
 
 
-def _spread(bases: Any) -> float:
-    """The largest less the smallest base when a run ended; NaN if none is learned."""
-    return max(bases[-1]) - min(bases[-1]) if isinstance(bases, list) and bases else math.nan
+def _spread(bases: Any, point: Any) -> float:
+    """The largest less the smallest base when a run ended; NaN if none is learned. Heads of two numbers learn none: a
+    single pair turns at frequency 1, whatever the base."""
+    alone = isinstance(point, dict) and "n_heads" in point and point.get("d_model") == 2 * point["n_heads"]
+    return max(bases[-1]) - min(bases[-1]) if isinstance(bases, list) and bases and not alone else math.nan
 
 
 def select(runs: pd.DataFrame, k: int) -> pd.DataFrame:
