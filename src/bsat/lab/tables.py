@@ -609,8 +609,8 @@ def spread_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
     cells = _cells_of_runs(records, {"median": "{:,.1f}", "correlation": "{:+.2f}", "partial": "{:+.2f}"})
     header = ("model", "dataset", "tokens", "runs", "median spread", "correlation", "partial")
     notes = [
-        f"Protocol `{protocol.short}`. All runs with test scores and heads of more than one pair, which alone would turn "
-        "at frequency 1 whatever its base; the spread is the largest less the smallest base at the end of a run.",
+        f"Protocol `{protocol.short}`. All runs with test scores and heads of more than one pair, which alone would "
+        "turn at frequency 1 whatever its base; the spread is the largest less the smallest base at the end of a run.",
         "Correlation: Spearman's, of spread and test RMSE; negative says that wider is better. Partial: the same with "
         "the ranks of learning rate, layers and width taken out of both.",
     ]
