@@ -71,9 +71,8 @@ def half_widths(scores: np.ndarray, levels: Sequence[float]) -> np.ndarray:
     if ranks and max(ranks) > K:
         worst = max(levels)
         least = math.ceil(worst / (100 - worst) - 1e-6)
-        way = "Lower the level" + (
-            ", or give `fit` more data." if least <= MOST else f": of {MOST:,} that are kept, no more can be told."
-        )
+        enough = ", or give `fit` more data, or more `epoch_windows`."
+        way = "Lower the level" + (enough if least <= MOST else f": of {MOST:,} that are kept, no more can be told.")
         raise ValueError(
             f"`level` must leave room above it: {worst:g} % needs {least} validation windows or more, and there are "
             f"{K}. {way}"
