@@ -7,7 +7,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bsat.data import SHIPPED, curvature_norm, load_shipped, permutation_entropy, total_variation
+from bsat.data import SHIPPED, curvature_norm, load_shipped, permutation_entropy, read_frame, total_variation
 
 
 def test_statistics_by_hand():
@@ -40,3 +40,9 @@ def test_shipped_series_are_small():
 def test_unknown_shipped_series():
     with pytest.raises(ValueError, match="the shipped series are solar, household; got 'wind'"):
         load_shipped("wind")
+
+
+def test_a_column_of_days_that_come_first_is_found(tmp_path):
+    days = pd.date_range("2024-01-01", periods=30)
+    pd.DataFrame({"day": days.strftime("%d/%m/%Y"), "load": np.arange(30.0)}).to_csv(tmp_path / "d.csv", index=False)
+    assert read_frame(tmp_path / "d.csv")[1] == {"id_col": None, "time_col": "day", "target_col": "load"}

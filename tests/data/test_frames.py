@@ -729,3 +729,64 @@ def test_days_may_come_first():
     panel = to_panel(pd.DataFrame({"ds": days.strftime("%d/%m/%Y"), "y": np.arange(40.0)}), id_col=None)
     assert panel.freq == "D"
     assert panel.future(1)[0] == days[-1] + pd.Timedelta("1D")
+
+
+TWO_DIGITS = [f"%d{s}%m{s}%y{clock}" for s in "/-." for clock in ("", " %H:%M", " %H:%M:%S")]
+
+
+@pytest.mark.parametrize("form", [*TWO_DIGITS, "%d/%m/%Y %I:%M %p", "%m/%d/%y", "%m/%d/%Y %I:%M:%S %p", "%y-%m-%d"])
+@pytest.mark.parametrize(
+    "days",
+    [
+        pd.date_range("2022-01-01", periods=730),
+        pd.date_range("2022-01-01", periods=730)[::-1],
+        pd.date_range("2022-01-01", periods=730).delete([5, 6, 100]),
+        pd.date_range("2022-01-01", periods=500, freq="B"),
+        pd.date_range("2022-02-01", periods=10),  # no day over 12, but only one reading is regular
+        pd.date_range("2022-01-01", periods=30, freq="MS"),
+        pd.date_range("2022-01-01", periods=30, freq="ME"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:stamps should be in order")
+def test_numbers_of_a_date_come_in_one_order_in_all_rows(form, days):
+    panel = to_panel(with_stamps(days.strftime(form)), gaps="fit")
+    assert panel.stamps(0, 0, 1)[0] == days.min()
+    assert panel.last()[0] == days.max()
+    assert np.isfinite(panel.values).sum() == len(days)
+
+
+@pytest.mark.parametrize(
+    "form", ["%d-%b-%y", "%d %B %Y", "%b %d, %Y %I:%M %p", "%Y-%m-%d %I:%M %p", "%d/%m/%Y %H:%M %z"]
+)
+def test_dates_with_names_and_halves_of_the_day(form):
+    days = pd.date_range("2022-01-01", periods=200, tz="UTC" if "%z" in form else None)
+    assert list(to_panel(with_stamps(days.strftime(form))).future(1)) == [days[-1] + pd.Timedelta("1D")]
+
+
+@pytest.mark.parametrize("stamps", [["01/2022", "02/2022"], ["Apr 2022", "May 2022"], ["2022Q1", "2022Q2"]])
+def test_months_and_quarters(stamps):
+    assert to_panel(with_stamps(stamps)).freq in ("MS", "3MS")
+
+
+@pytest.mark.parametrize("form", ["%d/%m/%y", "%m/%d/%Y"])
+@pytest.mark.parametrize("freq", ["D", "MS"])
+def test_dates_that_read_two_ways(form, freq):
+    """The first ten days of January, or the first days of ten months."""
+    text = pd.date_range("2022-01-01", periods=10, freq=freq).strftime(form)
+    with pytest.raises(
+        ValueError, match=r"column 'ds' must .* one way only; row 1 .* is 2022-0[12]-0[12] .* and 2022-0[12]-0"
+    ):
+        to_panel(with_stamps(text))
+    assert to_panel(with_stamps(pd.to_datetime(text, format=form))).freq == freq  # the way out
+
+
+@pytest.mark.parametrize(
+    ("stamps", "match"),
+    [
+        (["30/01/22", "30/02/22", "01/03/22"], r"row 1 holds '30/02/22' \(1 in all\)"),
+        (["Mon 3 Jan 22", "Tue 4 Jan 22"], "no one format .* the first is 'Mon 3 Jan 22'.* format="),
+    ],
+)
+def test_texts_are_not_read_one_by_one(stamps, match):
+    with pytest.raises(ValueError, match=match):
+        to_panel(with_stamps(stamps))

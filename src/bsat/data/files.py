@@ -116,7 +116,9 @@ def holds_stamps(values: pd.Series) -> bool:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the guess of a format
-        return bool(pd.to_datetime(values.head(20).astype(str), errors="coerce", utc=True).notna().all())
+        text = values.head(20).astype(str)
+        reads = (pd.to_datetime(text, errors="coerce", utc=True, dayfirst=first) for first in (False, True))
+        return any(stamps.notna().all() for stamps in reads)
 
 
 def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]:
