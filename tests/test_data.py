@@ -7,7 +7,15 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bsat.data import SHIPPED, curvature_norm, load_shipped, permutation_entropy, read_frame, total_variation
+from bsat.data import (
+    SHIPPED,
+    curvature_norm,
+    load_shipped,
+    permutation_entropy,
+    read_frame,
+    read_table,
+    total_variation,
+)
 
 
 def test_statistics_by_hand():
@@ -46,3 +54,12 @@ def test_a_column_of_days_that_come_first_is_found(tmp_path):
     days = pd.date_range("2024-01-01", periods=30)
     pd.DataFrame({"day": days.strftime("%d/%m/%Y"), "load": np.arange(30.0)}).to_csv(tmp_path / "d.csv", index=False)
     assert read_frame(tmp_path / "d.csv")[1] == {"id_col": None, "time_col": "day", "target_col": "load"}
+
+
+def test_lines_that_end_in_a_comma(tmp_path):
+    path = tmp_path / "comma.csv"
+    path.write_text("ds,y,temp\n2024-01-01,1,2,\n2024-01-02,3,4,\n")
+    assert read_table(path).to_dict("list") == {"ds": ["2024-01-01", "2024-01-02"], "y": [1, 3], "temp": [2, 4]}
+    path.write_text("ds,y,temp\n2024-01-01,1,2,5\n2024-01-02,3,4,\n")
+    with pytest.raises(ValueError, match=r"comma.csv must name every column .* Add the names"):
+        read_table(path)

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 def read_table(path: Path) -> pd.DataFrame:
     """A table from a .csv (also .gz, .xz, .zip) or .parquet file."""
+    import warnings
+
     import pandas as pd
 
     if not path.is_file():
@@ -22,9 +24,16 @@ def read_table(path: Path) -> pd.DataFrame:
         if ".parquet" in suffixes:
             table = pd.read_parquet(path)
         elif ".csv" in suffixes or ".txt" in suffixes:
-            table = pd.read_csv(path)
+            with warnings.catch_warnings():  # what stands beyond the header in a line may only be empty
+                warnings.simplefilter("error", pd.errors.ParserWarning)
+                table = pd.read_csv(path, index_col=False)
         else:
             raise ValueError(f"FILE must end in .csv or .parquet; got {path.name}. Rename or convert it.")
+    except pd.errors.ParserWarning as error:
+        raise ValueError(
+            f"{path.name} must name every column in its header; its lines have more values than that has names. Add "
+            "the names that are missing, or drop the values."
+        ) from error
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a table: {error}") from error
     except Exception as error:  # pyarrow has exceptions of its own for a damaged parquet file
