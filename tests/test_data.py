@@ -63,3 +63,14 @@ def test_lines_that_end_in_a_comma(tmp_path):
     path.write_text("ds,y,temp\n2024-01-01,1,2,5\n2024-01-02,3,4,\n")
     with pytest.raises(ValueError, match=r"comma.csv must name every column .* Add the names"):
         read_table(path)
+
+
+@pytest.mark.parametrize("names", [["ds"], [None], ["day"], ["unique_id", "ds"]])
+def test_an_index_with_a_name_is_a_column(tmp_path, names):
+    days = pd.date_range("2024-01-01", periods=5)
+    index = days.rename(names[0]) if len(names) == 1 else pd.MultiIndex.from_product([["a"], days], names=names)
+    pd.DataFrame({"y": np.arange(5.0)}, index=index).to_parquet(tmp_path / "i.parquet")
+    table, columns = read_frame(tmp_path / "i.parquet")
+    assert columns["time_col"] == (names[-1] or "ds")
+    assert columns["id_col"] == (names[0] if len(names) > 1 else None)
+    assert list(table[columns["time_col"]]) == list(days)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def read_table(path: Path) -> pd.DataFrame:
-    """A table from a .csv (also .gz, .xz, .zip) or .parquet file."""
+    """A table from a .csv (also .gz, .xz, .zip) or .parquet file; an index of stamps, or with a name, is a column."""
     import warnings
 
     import pandas as pd
@@ -23,6 +23,10 @@ def read_table(path: Path) -> pd.DataFrame:
     try:
         if ".parquet" in suffixes:
             table = pd.read_parquet(path)
+            if isinstance(table.index, pd.DatetimeIndex) and table.index.name is None:
+                table = table.rename_axis("ds")
+            inside = [name for name in table.index.names if name is not None and name not in table.columns]
+            table = table.reset_index(inside) if inside else table
         elif ".csv" in suffixes or ".txt" in suffixes:
             with warnings.catch_warnings():  # what stands beyond the header in a line may only be empty
                 warnings.simplefilter("error", pd.errors.ParserWarning)
