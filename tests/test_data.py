@@ -74,3 +74,12 @@ def test_an_index_with_a_name_is_a_column(tmp_path, names):
     assert columns["time_col"] == (names[-1] or "ds")
     assert columns["id_col"] == (names[0] if len(names) > 1 else None)
     assert list(table[columns["time_col"]]) == list(days)
+
+
+@pytest.mark.parametrize(("form", "freq"), [("%Y%m%d", "D"), ("%Y%m", "MS"), ("%Y%m%d%H", "h")])
+def test_dates_that_are_whole_numbers(tmp_path, form, freq):
+    stamps = pd.date_range("2024-01-01", periods=30, freq=freq)
+    pd.DataFrame({"y": np.arange(30.0), "t": stamps.strftime(form)}).to_csv(tmp_path / "n.csv", index=False)
+    table, columns = read_frame(tmp_path / "n.csv")
+    assert columns["time_col"] == "t"
+    assert list(table["t"]) == list(stamps)

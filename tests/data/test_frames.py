@@ -428,6 +428,11 @@ def test_integer_stamps(dtype):
     assert panel.future(3).dtype == (dtype if dtype in ("int64", "int32", "uint16") else "int64")
 
 
+@pytest.mark.parametrize("first", [202390, 1_700_000_000, 2020010120])
+def test_counts_that_are_no_dates(first):
+    assert to_panel(with_stamps(np.arange(first, first + 30))).freq == 1
+
+
 def test_integer_stamps_do_not_wrap():
     panel = to_panel(with_stamps(np.array([100, 110, 120], dtype=np.int8)))
     assert panel.future(2).tolist() == [130, 140]
@@ -455,7 +460,9 @@ def test_text_and_dates(stamps):
     ("stamps", "error", "match"),
     [
         (["2024-01-01", "soon", "2024-01-03"], ValueError, r"row 1 holds 'soon' \(1 in all\)"),
-        ([20240130, 20240131, 20240201], ValueError, "look like dates"),
+        ([20240130, 20240131, 20240201], ValueError, 'look like dates.*format="%Y%m%d"'),
+        ([202401, 202402, 202403], ValueError, 'look like dates, such as 202401.*format="%Y%m"'),
+        ([2020010122, 2020010123, 2020010200], ValueError, 'look like dates.*format="%Y%m%d%H"'),
         ([1.0, 2.0, 3.0], TypeError, "got floating"),
         ([True, False, True], TypeError, "got boolean"),
         (pd.period_range("2024-01", periods=3, freq="M"), TypeError, r"got period.*to_timestamp\(\)"),

@@ -13,6 +13,9 @@ import pandas as pd
 
 from .stamps import NANOSECONDS
 
+DATE_NUMBERS = {
+    "%Y%m%d": (19000101, 21001231), "%Y%m": (190001, 210012), "%Y%m%d%H": (1900010100, 2100123123),
+}  # fmt: skip
 CLOCK = re.compile(r"(T|,? +)\d{1,2}:\d\d(:\d\d)?(\.\d+)?(?:( ?)[AaPp][Mm])?(?:( ?)(Z|UTC|[+-]\d\d:?\d\d))?$")
 ORDERS = {
     "nnY": ("mdY", "dmY"), "nnn": ("mdy", "dmy", "ymd"), "Ynn": ("Ymd",), "nY": ("mY",),
@@ -134,10 +137,10 @@ def read_stamps(column: pd.Series, name: str) -> tuple[np.ndarray, str, str | No
             "all). Drop or mend those rows."
         )
     if is_integer(column.dtype):
-        if is_date_number(column):
+        if (format := date_format(column)) is not None:
             raise ValueError(
                 f"column {name!r} must hold stamps; its whole numbers look like dates, such as {column.iloc[0]}. "
-                f'Convert it with pd.to_datetime(df[{name!r}], format="%Y%m%d"), or count from 0 if they are none.'
+                f'Convert it with pd.to_datetime(df[{name!r}], format="{format}"), or count from 0 if they are none.'
             )
         whole = column.to_numpy()
         return whole.astype(np.int64), whole.dtype.name, None
@@ -273,8 +276,12 @@ def _choose(readings: dict[str, tuple[int, pd.Series]], column: pd.Series, name:
     return stamps
 
 
-def is_date_number(column: pd.Series) -> bool:
-    """Whether whole numbers are dates such as 20240131."""
-    if not pd.api.types.is_integer_dtype(column.dtype) or not column.between(19000101, 21001231).all():
-        return False
-    return bool(pd.to_datetime(column.astype(str), format="%Y%m%d", errors="coerce").notna().all())
+def date_format(column: pd.Series) -> str | None:
+    """The format of whole numbers that are dates, such as 20240131, 202401 (a month) or 2024013123 (an hour)."""
+    if not pd.api.types.is_integer_dtype(column.dtype):
+        return None
+    for format, (first, last) in DATE_NUMBERS.items():
+        if column.between(first, last).all():
+            stamps = pd.to_datetime(column.astype(str), format=format, errors="coerce")
+            return format if stamps.notna().all() else None
+    return None

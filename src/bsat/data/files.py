@@ -63,7 +63,7 @@ def read_frame(
     """
     import pandas as pd
 
-    from .columns import is_date_number
+    from .columns import date_format
 
     table = read_table(path)
     columns = [str(c) for c in table.columns]
@@ -74,14 +74,14 @@ def read_frame(
     if id_col is None and "unique_id" in columns:
         id_col = "unique_id"
     if time_col is None:
-        dates = (c for c in columns if holds_stamps(table[c]) or is_date_number(table[c]))
+        dates = (c for c in columns if holds_stamps(table[c]) or date_format(table[c]))
         time_col = "ds" if "ds" in columns else next(dates, None)
     if time_col is None:
         raise ValueError(
             f"{path.name} must have a column of time stamps, or --time-col must name it; it has {', '.join(columns)}."
         )
-    if is_date_number(table[time_col]):
-        table[time_col] = pd.to_datetime(table[time_col].astype(str), format="%Y%m%d")
+    if (format := date_format(table[time_col])) is not None:
+        table[time_col] = pd.to_datetime(table[time_col].astype(str), format=format)
     if target_col is None:
         rest = [
             c
