@@ -280,6 +280,34 @@ def test_files_as_people_have_them(bsat, load, tmp_path, name):
     assert first == ("2025-08-23" if name == "numbers.csv" else "2026-01-26 00:00:00")
 
 
+def test_ids_match_from_any_file(bsat, load, tmp_path):
+    """A series that the model knows is scaled as in training: with an id of another kind it would be unknown."""
+    two = pd.concat([load[["date", "OT"]].assign(shop=n, OT=load["OT"] * n) for n in (1, 22)])
+    two.to_csv(tmp_path / "two.csv", index=False)
+    two.to_parquet(tmp_path / "two.parquet")
+    for model, file in (("text", "two.csv"), ("numbers", "two.parquet")):
+        assert bsat("fit", file, "--out", model, *SMALL, "--id-col", "shop")[0] == 0
+        known = Forecaster.load(tmp_path / model)
+        assert set(known.ids_) == ({"1", "22"} if model == "text" else {1, 22})
+        want = bsat("predict", model)[1]
+        assert bsat("predict", model, "two.csv")[1] == bsat("predict", model, "two.parquet")[1] == want
+        assert bsat("backtest", "two.csv", "--model", model, "--windows", 2, "--quiet")[0] == 0
+
+
+def test_a_model_reads_what_it_was_fitted_from(bsat, load, tmp_path):
+    days = pd.date_range("2024-01-01", periods=600, freq="D").strftime("%Y%m%d").astype(int)
+    table = load[["OT"]].assign(day=days)
+    table.to_csv(tmp_path / "days.csv", index=False)
+    table.rename(columns={"day": "ds"}).to_csv(tmp_path / "renamed.csv", index=False)
+    assert bsat("fit", "days.csv", "--out", "m", *SMALL)[0] == 0
+    assert bsat("predict", "m", "days.csv")[1] == bsat("predict", "m")[1]
+    assert bsat("backtest", "days.csv", "--model", "m", "--windows", 2, "--quiet")[0] == 0
+    code, _, err = bsat("predict", "m", "renamed.csv")
+    assert code == 2
+    assert "renamed.csv must have the column 'day', which the model was fitted with; it has OT, ds. Rename" in err
+    assert "--time-col" not in err
+
+
 def test_without_a_test_fold(bsat, load):
     code, said, _ = bsat("fit", "load.csv", "--out", "m", *SMALL, "--no-test")
     assert code == 0

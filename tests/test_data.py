@@ -16,6 +16,7 @@ from bsat.data import (
     read_table,
     total_variation,
 )
+from bsat.data.files import like_ids
 
 
 def test_statistics_by_hand():
@@ -83,3 +84,32 @@ def test_dates_that_are_whole_numbers(tmp_path, form, freq):
     table, columns = read_frame(tmp_path / "n.csv")
     assert columns["time_col"] == "t"
     assert list(table["t"]) == list(stamps)
+
+
+def test_ids_of_a_csv_stay_what_is_written(tmp_path):
+    names = ["001", "1", "1E2", "100", "NA", "2024-01-01"]
+    path = tmp_path / "ids.csv"
+    path.write_text("unique_id,day,y\n" + "".join(f"{name},2024-01-01,1\n" for name in names))
+    table, columns = read_frame(path)
+    assert table["unique_id"].tolist() == names
+    assert columns == {"id_col": "unique_id", "time_col": "day", "target_col": "y"}
+    path.write_text("shop,ds,y\n007,2024-01-01,1\n,2024-01-02,1\n")
+    assert read_frame(path, id_col="shop")[0]["shop"].isna().tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("found", "known", "want"),
+    [
+        (["1", "22"], [1, 22], [1, 22]),
+        ([1, 22], ["1", "22"], ["1", "22"]),
+        (["001", "x"], [1], [1, "x"]),
+        (["001", "1"], [1], ["001", 1]),
+        (["1.5", "1E2"], [1.5, 100.0], [1.5, 100.0]),
+        (["001", "1"], ["001", "1"], ["001", "1"]),
+        ([1, 2], [1, 2], [1, 2]),
+        (["1", "a"], [1, "a"], ["1", "a"]),
+    ],
+)
+@pytest.mark.parametrize("dtype", [None, "category"])
+def test_ids_are_compared_as_the_models_kind(found, known, want, dtype):
+    assert like_ids(pd.Series(found, dtype=dtype), known).tolist() == want

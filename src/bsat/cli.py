@@ -675,13 +675,17 @@ def read_source(file: Path, columns: dict[str, Any]) -> tuple[pd.DataFrame, dict
 
 def read_for(forecaster: Forecaster, file: Path) -> pd.DataFrame:
     """A file for a model; where the model knows a single series, the file need not name it."""
-    from .data import read_table
+    from .data.files import read_again
 
-    table = read_table(file)
-    name = forecaster.id_col
-    if name is not None and name not in table.columns and len(set(forecaster.ids_)) == 1:
-        table[name] = forecaster.ids_[0]
-    return table
+    target = forecaster.target_col
+    return read_again(
+        file,
+        id_col=forecaster.id_col,
+        time_col=forecaster.time_col,
+        targets=[target] if isinstance(target, str) else target,
+        ids=forecaster.ids_,
+        dates=isinstance(forecaster.freq_, str),
+    )
 
 
 def print_json(content: dict[str, Any]) -> None:
