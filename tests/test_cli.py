@@ -49,6 +49,21 @@ def test_tokenize_with_everything(bsat, series):
     assert "condition number" in said
 
 
+def test_tokenize_one_series_of_several(bsat, series, tmp_path):
+    """No window reaches from one series into the next."""
+    parts = [pd.DataFrame({"unique_id": name, "y": series * k}) for name, k in (("01", 1), ("1", 2))]
+    pd.concat(parts).to_csv(tmp_path / "two.csv", index=False)
+    code, _, err = bsat("tokenize", "two.csv")
+    assert code == 2
+    assert "--id must name one series of two.csv; got none. It has 01, 1." in err
+    assert "got '2'. It has 01, 1." in bsat("tokenize", "two.csv", "--id", "2")[2]
+    assert "got '2'. It has no column unique_id." in bsat("tokenize", "s.csv", "--id", "2")[2]
+    code, said, _ = bsat("tokenize", "two.csv", "--id", "1", "--out", "t.csv")
+    assert (code, "1,500 samples" in said) == (0, True)
+    want = BSplineTokenizer(45).transform_series(2 * series, 720, 720)
+    np.testing.assert_allclose(pd.read_csv(tmp_path / "t.csv")["coefficient"], want.coefficients.reshape(-1))
+
+
 def test_gaps(bsat, series, tmp_path):
     gappy = series.copy()
     gappy[[10, 11, 900]] = np.nan

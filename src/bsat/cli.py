@@ -49,6 +49,9 @@ def tokenize(
     column: Annotated[
         str | None, typer.Option(help="The column to tokenize.", show_default="y, or the only number")
     ] = None,
+    series_id: Annotated[
+        str | None, typer.Option("--id", help="The series of unique_id to tokenize.", show_default="the only one")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 45,
     degree: Annotated[int, typer.Option(help="Degree of the spline, 1 to 6.")] = 3,
     lookback: Annotated[int, typer.Option(help="Samples per window.")] = 720,
@@ -81,7 +84,7 @@ def tokenize(
     tokenizer = BSplineTokenizer(
         tokens, degree, clip_factor=to_clip_factor(clip_factor), placement=placement, feature=feature, recency=recency
     )
-    name, series = read_series(file, column)
+    name, series = read_series(file, column, series_id)
     missing = np.isnan(series)
     if missing.any() and not fit_gaps:
         raise ValueError(

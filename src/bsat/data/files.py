@@ -203,14 +203,23 @@ def holds_stamps(values: pd.Series) -> bool:
         return any(stamps.notna().all() for stamps in reads)
 
 
-def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]:
+def read_series(path: Path, column: str | None = None, series: str | None = None) -> tuple[str, np.ndarray]:
     """One numeric column of a file as (name, float64 array); NaN where a value is missing.
 
-    Without a name it takes `y` if there is one, else the only numeric column.
+    Without a name it takes `y` if there is one, else the only numeric column. Of several series in a column `unique_id`
+    it takes the rows of one.
     """
     import pandas as pd
 
-    table = read_table(path)
+    table = read_table(path, id_col="unique_id")
+    ids = table.pop("unique_id").astype(str) if "unique_id" in table.columns else pd.Series("", index=table.index)
+    names = ids.drop_duplicates().tolist()
+    if series is not None or len(names) > 1:
+        if series not in names:
+            have = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if any(names) else "no column unique_id"
+            got = "none" if series is None else repr(series)
+            raise ValueError(f"--id must name one series of {path.name}; got {got}. It has {have}.")
+        table = table[ids == series]
     numeric = [str(c) for c in table.columns if holds_numbers(table[c])]
     if column is None:
         if "y" in numeric:
