@@ -731,6 +731,17 @@ def test_local_times_across_summer_time_become_utc():
     assert panel.future(1)[0] == local[-1] + pd.Timedelta("1h")
 
 
+@pytest.mark.parametrize(("freq", "count"), [("D", 400), ("MS", 30), ("W", 80), ("B", 400)])
+def test_local_days_with_offsets_need_their_zone(freq, count):
+    days = pd.date_range("2023-01-01", periods=count, freq=freq, tz="Europe/Berlin")
+    text = pd.Series([day.isoformat() for day in days])
+    way = r"off the grid\. If these were local days.*pd.to_datetime\(\.\.\., utc=True\).*, or drop the offsets"
+    with pytest.raises(ValueError, match=way):
+        to_panel(with_stamps(text))
+    for mended in (pd.to_datetime(text, utc=True).dt.tz_convert("Europe/Berlin"), text.str[:19]):
+        assert len(to_panel(with_stamps(mended)).values) == count
+
+
 def test_days_may_come_first():
     days = pd.date_range("2024-01-01", periods=40, freq="D")
     panel = to_panel(pd.DataFrame({"ds": days.strftime("%d/%m/%Y"), "y": np.arange(40.0)}), id_col=None)
