@@ -752,7 +752,7 @@ def test_days_may_come_first():
 TWO_DIGITS = [f"%d{s}%m{s}%y{clock}" for s in "/-." for clock in ("", " %H:%M", " %H:%M:%S")]
 
 
-@pytest.mark.parametrize("form", [*TWO_DIGITS, "%d/%m/%Y %I:%M %p", "%m/%d/%y", "%m/%d/%Y %I:%M:%S %p", "%y-%m-%d"])
+@pytest.mark.parametrize("form", [*TWO_DIGITS, "%d/%m/%Y %I:%M %p", "%m/%d/%y", "%m/%d/%Y %I:%M:%S %p"])
 @pytest.mark.parametrize(
     "days",
     [
@@ -779,6 +779,16 @@ def test_numbers_of_a_date_come_in_one_order_in_all_rows(form, days):
 def test_dates_with_names_and_halves_of_the_day(form):
     days = pd.date_range("2022-01-01", periods=200, tz="UTC" if "%z" in form else None)
     assert list(to_panel(with_stamps(days.strftime(form))).future(1)) == [days[-1] + pd.Timedelta("1D")]
+
+
+def test_years_of_two_digits_may_come_first():
+    """Where that alone makes the steps regular, or nothing else can be: 22-01-01 might be a day of 2001."""
+    days = pd.date_range("2022-01-01", periods=400)
+    assert to_panel(with_stamps(days.strftime("%y-%m-%d"))).future(1)[0] == days[-1] + pd.Timedelta("1D")
+    with pytest.raises(ValueError, match=r"row 0 holds '22-01-01', which is 2001-01-22 .* and 2022-01-01 .*%y-%m-%d"):
+        to_panel(with_stamps(days.delete(range(5, 400, 3)).strftime("%y-%m-%d")))
+    days = pd.date_range("1999-12-01", periods=400).delete([5, 6, 100])
+    assert to_panel(with_stamps(days.strftime("%y-%m-%d")), gaps="fit").last()[0] == days[-1]
 
 
 @pytest.mark.parametrize("stamps", [["01/2022", "02/2022"], ["Apr 2022", "May 2022"], ["2022Q1", "2022Q2"]])

@@ -193,7 +193,7 @@ def _parse_stamps(column: pd.Series, name: str) -> pd.Series:
         if stamps is not None:
             return stamps
         warnings.simplefilter("ignore")
-        tried: list[str | None] = [format for format in formats if not format.startswith("%y")] or [None]
+        tried: list[str | None] = [format for format in formats if not format.startswith("%y")] or [*formats] or [None]
         read = max((pd.to_datetime(column, format=f, errors="coerce", utc=True).notna() for f in tried), key=sum)
     bad = np.flatnonzero((column.notna() & ~read).to_numpy())
     if len(bad):
@@ -217,7 +217,7 @@ def _formats(text: str) -> list[str]:
         end += "" if half is None else f"{half}%p"
         end += "" if zone is None else f"{before}%{'Z' if zone == 'UTC' else 'z'}"
     between = [*words[1::2], end]
-    orders = ORDERS.get("".join(shape), ())
+    orders = ("ymd",) if shape == ["n"] * 3 and int(words[0]) > 31 else ORDERS.get("".join(shape), ())
     return ["".join(f"%{letter}{gap}" for letter, gap in zip(order, between, strict=True)) for order in orders]
 
 
@@ -232,48 +232,59 @@ def _readings(column: pd.Series, formats: list[str]) -> dict[str, tuple[int, pd.
     """What the whole column is in each format that fits it, and its breaks."""
     found: dict[str, tuple[int, pd.Series]] = {}
     for format in formats:
-        late = format.startswith("%y")  # 31/01/24 fits 2031 as well: only for stamps more regular or closer together
-        if late and any(breaks == 0 for breaks, _ in found.values()):
-            continue
+        late = format.startswith("%y") and len(formats) > 1
+        if late and any(breaks == 0 and stamps.nunique() > 31 for breaks, stamps in found.values()):
+            continue  # 31/12/24 is a day of 2031 as well, but hardly ever are so many of these as regular
         stamps = _attempt(column, format=format)
         if stamps is not None:
-            breaks = _breaks(stamps)
-            spread = [(n + 1) * (other.max() - other.min()) for n, other in found.values()]
-            if late and breaks and not (spread and (breaks + 1) * (stamps.max() - stamps.min()) < min(spread)):
-                continue
-            found = {format: (breaks, stamps)} if late else {**found, format: (breaks, stamps)}
+            found[format] = _breaks(stamps), stamps
+            if late and len(found) == 1 and found[format][0]:
+                return {}  # a day that does not exist, 30/02/24, is no year either
     return found
 
 
 def _breaks(stamps: pd.Series) -> int:
-    """How many steps are not the most common one; in months, where all stamps are of one day of the month."""
+    """How many steps are not the most common one; in months, where there is one day of each."""
     index = pd.DatetimeIndex(stamps.dropna().unique()).sort_values()
     if len(index) < 2:
         return 0
     count = len(index) - 1 - int(np.unique(np.diff(index.asi8), return_counts=True)[1].max())
-    if count and ((index.day == index.day[0]).all() or index.is_month_end.all()):
-        months = np.diff(np.asarray(index.year) * 12 + np.asarray(index.month))
-        odd = not (index.is_month_start.all() or index.is_month_end.all())  # rarely is a month's fifth day meant
+    months = np.diff(np.asarray(index.year) * 12 + np.asarray(index.month))
+    ends = index.is_month_end.all()
+    if count and months.all() and (ends or (index.day == index.day[0]).all()):
+        odd = not (ends or index.is_month_start.all())  # rarely is a month's fifth day meant
         count = min(count, len(months) - int(np.unique(months, return_counts=True)[1].max()) + odd)
     return count
 
 
 def _choose(readings: dict[str, tuple[int, pd.Series]], column: pd.Series, name: str) -> pd.Series:
-    """The reading with the fewest breaks; an error where there are two."""
-    least = min(breaks for breaks, _ in readings.values())
-    first, *others = (f for f, (breaks, _) in readings.items() if breaks == least)
-    stamps = readings[first][1]
-    for other in others:
+    """The reading with the fewest breaks; an error where there are two, or where years might come first."""
+    rest = {format: reading for format, reading in readings.items() if not format.startswith("%y")} or readings
+    least = min(breaks for breaks, _ in rest.values())
+    likely = [format for format, (breaks, _) in rest.items() if breaks == least]
+    for format in readings.keys() - rest.keys():
+        breaks, stamps = readings[format]
+        if breaks == 0 < least:
+            likely = [format]
+        # other than regular stamps, years first are only ruled out where they are more broken and farther apart
+        elif least == breaks == 0 or least > breaks or (least and _span(stamps) <= _span(rest[likely[0]][1])):
+            likely.append(format)
+    stamps = readings[likely[0]][1]
+    for other in likely[1:]:
         differ = (stamps != readings[other][1]) & column.notna()
         if differ.any():
             row = int(differ.to_numpy().argmax())
             raise ValueError(
                 f"column {name!r} must hold stamps that can be read in one way only; row {row} holds "
-                f"{column.iloc[row]!r}, which is {stamps.iloc[row]} by {first} and {readings[other][1].iloc[row]} by "
-                f"{other}. Convert it first, e.g. with pd.to_datetime(df[{name!r}], format={other!r}), or write "
+                f"{column.iloc[row]!r}, which is {stamps.iloc[row]} by {likely[0]} and {readings[other][1].iloc[row]} "
+                f"by {other}. Convert it first, e.g. with pd.to_datetime(df[{name!r}], format={other!r}), or write "
                 "2024-12-31."
             )
     return stamps
+
+
+def _span(stamps: pd.Series) -> Any:
+    return stamps.max() - stamps.min()
 
 
 def date_format(column: pd.Series) -> str | None:
