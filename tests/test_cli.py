@@ -49,6 +49,21 @@ def test_tokenize_with_everything(bsat, series):
     assert "condition number" in said
 
 
+def test_tokenize_one_series_of_several(bsat, series, tmp_path):
+    """No window reaches from one series into the next."""
+    parts = [pd.DataFrame({"unique_id": name, "y": series * k}) for name, k in (("01", 1), ("1", 2))]
+    pd.concat(parts).to_csv(tmp_path / "two.csv", index=False)
+    code, _, err = bsat("tokenize", "two.csv")
+    assert code == 2
+    assert "--id must name one series of two.csv; got none. It has 01, 1." in err
+    assert "got '2'. It has 01, 1." in bsat("tokenize", "two.csv", "--id", "2")[2]
+    assert "got '2'. It has no column unique_id." in bsat("tokenize", "s.csv", "--id", "2")[2]
+    code, said, _ = bsat("tokenize", "two.csv", "--id", "1", "--out", "t.csv")
+    assert (code, "1,500 samples" in said) == (0, True)
+    want = BSplineTokenizer(45).transform_series(2 * series, 720, 720)
+    np.testing.assert_allclose(pd.read_csv(tmp_path / "t.csv")["coefficient"], want.coefficients.reshape(-1))
+
+
 def test_gaps(bsat, series, tmp_path):
     gappy = series.copy()
     gappy[[10, 11, 900]] = np.nan
@@ -278,6 +293,34 @@ def test_files_as_people_have_them(bsat, load, tmp_path, name):
     assert not (tmp_path / "m" / "training.safetensors").exists()
     first = pd.read_csv(io.StringIO(bsat("predict", "m")[1]))["date"].iloc[0]
     assert first == ("2025-08-23" if name == "numbers.csv" else "2026-01-26 00:00:00")
+
+
+def test_ids_match_from_any_file(bsat, load, tmp_path):
+    """A series that the model knows is scaled as in training: with an id of another kind it would be unknown."""
+    two = pd.concat([load[["date", "OT"]].assign(shop=n, OT=load["OT"] * n) for n in (1, 22)])
+    two.to_csv(tmp_path / "two.csv", index=False)
+    two.to_parquet(tmp_path / "two.parquet")
+    for model, file in (("text", "two.csv"), ("numbers", "two.parquet")):
+        assert bsat("fit", file, "--out", model, *SMALL, "--id-col", "shop")[0] == 0
+        known = Forecaster.load(tmp_path / model)
+        assert set(known.ids_) == ({"1", "22"} if model == "text" else {1, 22})
+        want = bsat("predict", model)[1]
+        assert bsat("predict", model, "two.csv")[1] == bsat("predict", model, "two.parquet")[1] == want
+        assert bsat("backtest", "two.csv", "--model", model, "--windows", 2, "--quiet")[0] == 0
+
+
+def test_a_model_reads_what_it_was_fitted_from(bsat, load, tmp_path):
+    days = pd.date_range("2024-01-01", periods=600, freq="D").strftime("%Y%m%d").astype(int)
+    table = load[["OT"]].assign(day=days)
+    table.to_csv(tmp_path / "days.csv", index=False)
+    table.rename(columns={"day": "ds"}).to_csv(tmp_path / "renamed.csv", index=False)
+    assert bsat("fit", "days.csv", "--out", "m", *SMALL)[0] == 0
+    assert bsat("predict", "m", "days.csv")[1] == bsat("predict", "m")[1]
+    assert bsat("backtest", "days.csv", "--model", "m", "--windows", 2, "--quiet")[0] == 0
+    code, _, err = bsat("predict", "m", "renamed.csv")
+    assert code == 2
+    assert "renamed.csv must have the column 'day', which the model was fitted with; it has OT, ds. Rename" in err
+    assert "--time-col" not in err
 
 
 def test_without_a_test_fold(bsat, load):

@@ -49,6 +49,9 @@ def tokenize(
     column: Annotated[
         str | None, typer.Option(help="The column to tokenize.", show_default="y, or the only number")
     ] = None,
+    series_id: Annotated[
+        str | None, typer.Option("--id", help="The series of unique_id to tokenize.", show_default="the only one")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens per window.")] = 45,
     degree: Annotated[int, typer.Option(help="Degree of the spline, 1 to 6.")] = 3,
     lookback: Annotated[int, typer.Option(help="Samples per window.")] = 720,
@@ -81,7 +84,7 @@ def tokenize(
     tokenizer = BSplineTokenizer(
         tokens, degree, clip_factor=to_clip_factor(clip_factor), placement=placement, feature=feature, recency=recency
     )
-    name, series = read_series(file, column)
+    name, series = read_series(file, column, series_id)
     missing = np.isnan(series)
     if missing.any() and not fit_gaps:
         raise ValueError(
@@ -675,13 +678,17 @@ def read_source(file: Path, columns: dict[str, Any]) -> tuple[pd.DataFrame, dict
 
 def read_for(forecaster: Forecaster, file: Path) -> pd.DataFrame:
     """A file for a model; where the model knows a single series, the file need not name it."""
-    from .data import read_table
+    from .data.files import read_again
 
-    table = read_table(file)
-    name = forecaster.id_col
-    if name is not None and name not in table.columns and len(set(forecaster.ids_)) == 1:
-        table[name] = forecaster.ids_[0]
-    return table
+    target = forecaster.target_col
+    return read_again(
+        file,
+        id_col=forecaster.id_col,
+        time_col=forecaster.time_col,
+        targets=[target] if isinstance(target, str) else target,
+        ids=forecaster.ids_,
+        dates=isinstance(forecaster.freq_, str),
+    )
 
 
 def print_json(content: dict[str, Any]) -> None:

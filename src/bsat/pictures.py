@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .tokens.pictures import ACCENT, CURVE, INK, QUIET, add_legend, check_format, new_figure, save
+from .tokens.pictures import ACCENT, CURVE, INK, QUIET, add_legend, check_format, new_figure, plain, save
 from .train import History
 
 if TYPE_CHECKING:
@@ -50,9 +50,9 @@ def draw_forecast(
         low, high = (bands or {})[level]
         axes.fill_between(future, low, high, color=shade[level], lw=0, label=f"{level:g} %")
     axes.plot(future, forecast, color=CURVE, lw=1.5, label=name)
-    axes.set_ylabel(_plain(unit))
+    axes.set_ylabel(plain(unit))
     axes.margins(x=0.01)
-    figure.suptitle(_plain(title), fontsize=11)
+    figure.suptitle(plain(title), fontsize=11)
     _date_axis(axes, future)
     add_legend(axes)
     save(figure, path)
@@ -80,7 +80,7 @@ def draw_bases(path: os.PathLike[str] | str, history: History, title: str = "") 
     axes.set_ylabel("base")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    figure.suptitle(_plain(title), fontsize=11)
+    figure.suptitle(plain(title), fontsize=11)
     add_legend(axes)
     save(figure, path)
 
@@ -105,15 +105,10 @@ def draw_cutoffs(
     axes.plot(truth[time_col], truth["y"], color=INK, lw=0.9, label="what came", zorder=4)
     axes.set_ylabel("value")
     axes.margins(x=0.01)
-    figure.suptitle(_plain(title), fontsize=11)
+    figure.suptitle(plain(title), fontsize=11)
     _date_axis(axes, truth[time_col])
     add_legend(axes)
     save(figure, path)
-
-
-def _plain(text: str) -> str:
-    """A dollar sign in a name is no formula."""
-    return text.replace("$", r"\$")
 
 
 def _shades(levels: Iterable[float]) -> dict[float, tuple[float, ...]]:

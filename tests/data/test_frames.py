@@ -428,6 +428,11 @@ def test_integer_stamps(dtype):
     assert panel.future(3).dtype == (dtype if dtype in ("int64", "int32", "uint16") else "int64")
 
 
+@pytest.mark.parametrize("first", [202390, 1_700_000_000, 2020010120])
+def test_counts_that_are_no_dates(first):
+    assert to_panel(with_stamps(np.arange(first, first + 30))).freq == 1
+
+
 def test_integer_stamps_do_not_wrap():
     panel = to_panel(with_stamps(np.array([100, 110, 120], dtype=np.int8)))
     assert panel.future(2).tolist() == [130, 140]
@@ -455,7 +460,9 @@ def test_text_and_dates(stamps):
     ("stamps", "error", "match"),
     [
         (["2024-01-01", "soon", "2024-01-03"], ValueError, r"row 1 holds 'soon' \(1 in all\)"),
-        ([20240130, 20240131, 20240201], ValueError, "look like dates"),
+        ([20240130, 20240131, 20240201], ValueError, 'look like dates.*format="%Y%m%d"'),
+        ([202401, 202402, 202403], ValueError, 'look like dates, such as 202401.*format="%Y%m"'),
+        ([2020010122, 2020010123, 2020010200], ValueError, 'look like dates.*format="%Y%m%d%H"'),
         ([1.0, 2.0, 3.0], TypeError, "got floating"),
         ([True, False, True], TypeError, "got boolean"),
         (pd.period_range("2024-01", periods=3, freq="M"), TypeError, r"got period.*to_timestamp\(\)"),
@@ -724,8 +731,90 @@ def test_local_times_across_summer_time_become_utc():
     assert panel.future(1)[0] == local[-1] + pd.Timedelta("1h")
 
 
+@pytest.mark.parametrize(("freq", "count"), [("D", 400), ("MS", 30), ("W", 80), ("B", 400)])
+def test_local_days_with_offsets_need_their_zone(freq, count):
+    days = pd.date_range("2023-01-01", periods=count, freq=freq, tz="Europe/Berlin")
+    text = pd.Series([day.isoformat() for day in days])
+    way = r"off the grid\. If these were local days.*pd.to_datetime\(\.\.\., utc=True\).*, or drop the offsets"
+    with pytest.raises(ValueError, match=way):
+        to_panel(with_stamps(text))
+    for mended in (pd.to_datetime(text, utc=True).dt.tz_convert("Europe/Berlin"), text.str[:19]):
+        assert len(to_panel(with_stamps(mended)).values) == count
+
+
 def test_days_may_come_first():
     days = pd.date_range("2024-01-01", periods=40, freq="D")
     panel = to_panel(pd.DataFrame({"ds": days.strftime("%d/%m/%Y"), "y": np.arange(40.0)}), id_col=None)
     assert panel.freq == "D"
     assert panel.future(1)[0] == days[-1] + pd.Timedelta("1D")
+
+
+TWO_DIGITS = [f"%d{s}%m{s}%y{clock}" for s in "/-." for clock in ("", " %H:%M", " %H:%M:%S")]
+
+
+@pytest.mark.parametrize("form", [*TWO_DIGITS, "%d/%m/%Y %I:%M %p", "%m/%d/%y", "%m/%d/%Y %I:%M:%S %p"])
+@pytest.mark.parametrize(
+    "days",
+    [
+        pd.date_range("2022-01-01", periods=730),
+        pd.date_range("2022-01-01", periods=730)[::-1],
+        pd.date_range("2022-01-01", periods=730).delete([5, 6, 100]),
+        pd.date_range("2022-01-01", periods=500, freq="B"),
+        pd.date_range("2022-02-01", periods=10),  # no day over 12, but only one reading is regular
+        pd.date_range("2022-01-01", periods=30, freq="MS"),
+        pd.date_range("2022-01-01", periods=30, freq="ME"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:stamps should be in order")
+def test_numbers_of_a_date_come_in_one_order_in_all_rows(form, days):
+    panel = to_panel(with_stamps(days.strftime(form)), gaps="fit")
+    assert panel.stamps(0, 0, 1)[0] == days.min()
+    assert panel.last()[0] == days.max()
+    assert np.isfinite(panel.values).sum() == len(days)
+
+
+@pytest.mark.parametrize(
+    "form", ["%d-%b-%y", "%d %B %Y", "%b %d, %Y %I:%M %p", "%Y-%m-%d %I:%M %p", "%d/%m/%Y %H:%M %z"]
+)
+def test_dates_with_names_and_halves_of_the_day(form):
+    days = pd.date_range("2022-01-01", periods=200, tz="UTC" if "%z" in form else None)
+    assert list(to_panel(with_stamps(days.strftime(form))).future(1)) == [days[-1] + pd.Timedelta("1D")]
+
+
+def test_years_of_two_digits_may_come_first():
+    """Where that alone makes the steps regular, or nothing else can be: 22-01-01 might be a day of 2001."""
+    days = pd.date_range("2022-01-01", periods=400)
+    assert to_panel(with_stamps(days.strftime("%y-%m-%d"))).future(1)[0] == days[-1] + pd.Timedelta("1D")
+    with pytest.raises(ValueError, match=r"row 0 holds '22-01-01', which is 2001-01-22 .* and 2022-01-01 .*%y-%m-%d"):
+        to_panel(with_stamps(days.delete(range(5, 400, 3)).strftime("%y-%m-%d")))
+    days = pd.date_range("1999-12-01", periods=400).delete([5, 6, 100])
+    assert to_panel(with_stamps(days.strftime("%y-%m-%d")), gaps="fit").last()[0] == days[-1]
+
+
+@pytest.mark.parametrize("stamps", [["01/2022", "02/2022"], ["Apr 2022", "May 2022"], ["2022Q1", "2022Q2"]])
+def test_months_and_quarters(stamps):
+    assert to_panel(with_stamps(stamps)).freq in ("MS", "3MS")
+
+
+@pytest.mark.parametrize("form", ["%d/%m/%y", "%m/%d/%Y"])
+@pytest.mark.parametrize("freq", ["D", "MS"])
+def test_dates_that_read_two_ways(form, freq):
+    """The first ten days of January, or the first days of ten months."""
+    text = pd.date_range("2022-01-01", periods=10, freq=freq).strftime(form)
+    with pytest.raises(
+        ValueError, match=r"column 'ds' must .* one way only; row 1 .* is 2022-0[12]-0[12] .* and 2022-0[12]-0"
+    ):
+        to_panel(with_stamps(text))
+    assert to_panel(with_stamps(pd.to_datetime(text, format=form))).freq == freq  # the way out
+
+
+@pytest.mark.parametrize(
+    ("stamps", "match"),
+    [
+        (["30/01/22", "30/02/22", "01/03/22"], r"row 1 holds '30/02/22' \(1 in all\)"),
+        (["Mon 3 Jan 22", "Tue 4 Jan 22"], "no one format .* the first is 'Mon 3 Jan 22'.* format="),
+    ],
+)
+def test_texts_are_not_read_one_by_one(stamps, match):
+    with pytest.raises(ValueError, match=match):
+        to_panel(with_stamps(stamps))

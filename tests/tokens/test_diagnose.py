@@ -67,6 +67,7 @@ def test_pictures(tmp_path):
     tok.plot(SERIES[:L], tmp_path / "p.svg")
     assert "</svg>" in (tmp_path / "p.svg").read_text()
     assert len(list(tmp_path.iterdir())) == 3
+    tok.plot(SERIES[:L], tmp_path / "p.svg", title="cost_$a_{$")  # no formula
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Mapping
 from decimal import Decimal
@@ -11,6 +12,17 @@ import numpy as np
 import pandas as pd
 
 from .stamps import NANOSECONDS
+
+DATE_NUMBERS = {
+    "%Y%m%d": (19000101, 21001231), "%Y%m": (190001, 210012), "%Y%m%d%H": (1900010100, 2100123123),
+}  # fmt: skip
+CLOCK = re.compile(r"(T|,? +)\d{1,2}:\d\d(:\d\d)?(\.\d+)?(?:( ?)[AaPp][Mm])?(?:( ?)(Z|UTC|[+-]\d\d:?\d\d))?$")
+ORDERS = {
+    "nnY": ("mdY", "dmY"), "nnn": ("mdy", "dmy", "ymd"), "Ynn": ("Ymd",), "nY": ("mY",),
+    "nbY": ("dbY", "dBY"), "nbn": ("dby", "dBy"), "bnY": ("bdY", "BdY"),
+    "bY": ("bY", "BY"), "Yb": ("Yb", "YB"), "bn": ("by", "By"),
+}  # fmt: skip
+"""What the words of a date may be, as strptime calls them; n is a number, Y a year of four digits, b a month's name."""
 
 
 def kind_of(df: Any) -> str:
@@ -125,10 +137,10 @@ def read_stamps(column: pd.Series, name: str) -> tuple[np.ndarray, str, str | No
             "all). Drop or mend those rows."
         )
     if is_integer(column.dtype):
-        if is_date_number(column):
+        if (format := date_format(column)) is not None:
             raise ValueError(
                 f"column {name!r} must hold stamps; its whole numbers look like dates, such as {column.iloc[0]}. "
-                f'Convert it with pd.to_datetime(df[{name!r}], format="%Y%m%d"), or count from 0 if they are none.'
+                f'Convert it with pd.to_datetime(df[{name!r}], format="{format}"), or count from 0 if they are none.'
             )
         whole = column.to_numpy()
         return whole.astype(np.int64), whole.dtype.name, None
@@ -162,27 +174,125 @@ def _parse_stamps(column: pd.Series, name: str) -> pd.Series:
             f"column {name!r} must hold datetimes, dates, text that pd.to_datetime reads, or whole numbers; "
             f"got {kind}, e.g. {column.iloc[0]!r}. Convert it with {way}."
         )
+    text = str(column.dropna().iloc[0]) if kind == "string" else ""
+    formats = _formats(text)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that text has no clear format: the errors below say more
+        warnings.simplefilter("ignore", UserWarning)  # of years that come first where days might
+        # where each text is read by itself, 01/02/24 is in January and 13/02/24 in February
+        warnings.filterwarnings("error", "Could not infer format", UserWarning)
         warnings.simplefilter("error", FutureWarning)  # of mixed time zones, an error since pandas 3
-        # The first also reads dates with and without hours beside one another, the third 31/12/2024, and the last local
-        # times whose offset changes with summer time, which become UTC.
-        for how in ({"format": "ISO8601"}, {}, {"dayfirst": True}, {"format": "ISO8601", "utc": True}):
-            try:
-                return pd.to_datetime(column, **how)
-            except (ValueError, TypeError, OverflowError, FutureWarning) as error:
-                reason = error
-        readable = pd.to_datetime(column, errors="coerce", utc=True).notna()
-    bad = np.flatnonzero((column.notna() & ~readable).to_numpy())
+        stamps = _attempt(column, format="ISO8601")  # also dates with and without hours beside one another
+        if stamps is None and (readings := _readings(column, formats)):
+            return _choose(readings, column, name)
+        # The last reads local times whose offset changes with summer time, which become UTC.
+        for how in ({}, {"dayfirst": True}, {"format": "ISO8601", "utc": True}):
+            stamps = _attempt(column, **how) if stamps is None else stamps
+        if stamps is None and re.fullmatch(r"\d{4}-?[Qq][1-4]", text):
+            months = column.str.replace(r"-?[Qq]([1-4])$", lambda m: f"-{3 * int(m[1]) - 2}", regex=True)
+            stamps = _attempt(months, format="%Y-%m")
+        if stamps is not None:
+            return stamps
+        warnings.simplefilter("ignore")
+        tried: list[str | None] = [format for format in formats if not format.startswith("%y")] or [*formats] or [None]
+        read = max((pd.to_datetime(column, format=f, errors="coerce", utc=True).notna() for f in tried), key=sum)
+    bad = np.flatnonzero((column.notna() & ~read).to_numpy())
     if len(bad):
         got = f"row {bad[0]} holds {column.iloc[bad[0]]!r} ({len(bad)} in all). Mend those rows."
     else:
-        got = f"pandas says: {reason} Convert it with pd.to_datetime(..., utc=True)."
-    raise ValueError(f"column {name!r} must hold stamps that pd.to_datetime reads; {got}") from reason
+        way = "Convert it with pd.to_datetime(..., format=...), and utc=True where the offset changes."
+        got = f"no one format fits all rows; the first is {text!r}. {way}"
+    raise ValueError(f"column {name!r} must hold stamps that pd.to_datetime reads; {got}")
 
 
-def is_date_number(column: pd.Series) -> bool:
-    """Whether whole numbers are dates such as 20240131."""
-    if not pd.api.types.is_integer_dtype(column.dtype) or not column.between(19000101, 21001231).all():
-        return False
-    return bool(pd.to_datetime(column.astype(str), format="%Y%m%d", errors="coerce").notna().all())
+def _formats(text: str) -> list[str]:
+    """The formats that a text such as "31/12/24 11:30 PM" may be written in: month, day, or year first."""
+    clock = CLOCK.search(text)
+    words = re.split(r"([-/., ]+)", text[: clock.start()] if clock else text)  # with what stands between them
+    kinds = {r"\d{4}": "Y", r"\d\d?": "n", r"[A-Za-z]{3,}": "b"}
+    shape = ["".join(kind for rule, kind in kinds.items() if re.fullmatch(rule, word)) or "?" for word in words[::2]]
+    end = ""
+    if clock:
+        gap, seconds, fraction, half, before, zone = clock.groups()
+        end = gap + ("%H:%M" if half is None else "%I:%M") + (":%S" if seconds else "") + (".%f" if fraction else "")
+        end += "" if half is None else f"{half}%p"
+        end += "" if zone is None else f"{before}%{'Z' if zone == 'UTC' else 'z'}"
+    between = [*words[1::2], end]
+    orders = ("ymd",) if shape == ["n"] * 3 and int(words[0]) > 31 else ORDERS.get("".join(shape), ())
+    return ["".join(f"%{letter}{gap}" for letter, gap in zip(order, between, strict=True)) for order in orders]
+
+
+def _attempt(column: pd.Series, **how: Any) -> pd.Series | None:
+    try:
+        return pd.to_datetime(column, **how)
+    except (ValueError, TypeError, OverflowError, FutureWarning, UserWarning):
+        return None
+
+
+def _readings(column: pd.Series, formats: list[str]) -> dict[str, tuple[int, pd.Series]]:
+    """What the whole column is in each format that fits it, and its breaks."""
+    found: dict[str, tuple[int, pd.Series]] = {}
+    for format in formats:
+        late = format.startswith("%y") and len(formats) > 1
+        if late and any(breaks == 0 and stamps.nunique() > 31 for breaks, stamps in found.values()):
+            continue  # 31/12/24 is a day of 2031 as well, but hardly ever are so many of these as regular
+        stamps = _attempt(column, format=format)
+        if stamps is not None:
+            found[format] = _breaks(stamps), stamps
+            if late and len(found) == 1 and found[format][0]:
+                return {}  # a day that does not exist, 30/02/24, is no year either
+    return found
+
+
+def _breaks(stamps: pd.Series) -> int:
+    """How many steps are not the most common one; in months, where there is one day of each."""
+    index = pd.DatetimeIndex(stamps.dropna().unique()).sort_values()
+    if len(index) < 2:
+        return 0
+    count = len(index) - 1 - int(np.unique(np.diff(index.asi8), return_counts=True)[1].max())
+    months = np.diff(np.asarray(index.year) * 12 + np.asarray(index.month))
+    ends = index.is_month_end.all()
+    if count and months.all() and (ends or (index.day == index.day[0]).all()):
+        odd = not (ends or index.is_month_start.all())  # rarely is a month's fifth day meant
+        count = min(count, len(months) - int(np.unique(months, return_counts=True)[1].max()) + odd)
+    return count
+
+
+def _choose(readings: dict[str, tuple[int, pd.Series]], column: pd.Series, name: str) -> pd.Series:
+    """The reading with the fewest breaks; an error where there are two, or where years might come first."""
+    rest = {format: reading for format, reading in readings.items() if not format.startswith("%y")} or readings
+    least = min(breaks for breaks, _ in rest.values())
+    likely = [format for format, (breaks, _) in rest.items() if breaks == least]
+    for format in readings.keys() - rest.keys():
+        breaks, stamps = readings[format]
+        if breaks == 0 < least:
+            likely = [format]
+        # other than regular stamps, years first are only ruled out where they are more broken and farther apart
+        elif least == breaks == 0 or least > breaks or (least and _span(stamps) <= _span(rest[likely[0]][1])):
+            likely.append(format)
+    stamps = readings[likely[0]][1]
+    for other in likely[1:]:
+        differ = (stamps != readings[other][1]) & column.notna()
+        if differ.any():
+            row = int(differ.to_numpy().argmax())
+            raise ValueError(
+                f"column {name!r} must hold stamps that can be read in one way only; row {row} holds "
+                f"{column.iloc[row]!r}, which is {stamps.iloc[row]} by {likely[0]} and {readings[other][1].iloc[row]} "
+                f"by {other}. Convert it first, e.g. with pd.to_datetime(df[{name!r}], format={other!r}), or write "
+                "2024-12-31."
+            )
+    return stamps
+
+
+def _span(stamps: pd.Series) -> Any:
+    return stamps.max() - stamps.min()
+
+
+def date_format(column: pd.Series) -> str | None:
+    """The format of whole numbers that are dates, such as 20240131, 202401 (a month) or 2024013123 (an hour)."""
+    if not pd.api.types.is_integer_dtype(column.dtype):
+        return None
+    for format, (first, last) in DATE_NUMBERS.items():
+        if column.between(first, last).all():
+            stamps = pd.to_datetime(column.astype(str), format=format, errors="coerce")
+            return format if stamps.notna().all() else None
+    return None

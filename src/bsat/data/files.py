@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,8 +13,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-def read_table(path: Path) -> pd.DataFrame:
-    """A table from a .csv (also .gz, .xz, .zip) or .parquet file."""
+def read_table(path: Path, *, id_col: str | None = None) -> pd.DataFrame:
+    """A table from a .csv (also .gz, .xz, .zip) or .parquet file; an index of stamps, or with a name, is a column.
+
+    In a CSV, `id_col` stays text, as it is written: 001 is not 1, and NA is a name.
+    """
+    import warnings
+
     import pandas as pd
 
     if not path.is_file():
@@ -21,23 +28,44 @@ def read_table(path: Path) -> pd.DataFrame:
     try:
         if ".parquet" in suffixes:
             table = pd.read_parquet(path)
+            if isinstance(table.index, pd.DatetimeIndex) and table.index.name is None:
+                table = table.rename_axis("ds")
+            inside = [name for name in table.index.names if name is not None and name not in table.columns]
+            table = table.reset_index(inside) if inside else table
         elif ".csv" in suffixes or ".txt" in suffixes:
-            table = pd.read_csv(path)
+            with warnings.catch_warnings():  # what stands beyond the header in a line may only be empty
+                warnings.simplefilter("error", pd.errors.ParserWarning)
+                marked = None if id_col is None else {id_col: "={}".format}  # pandas knows no missing value "=NA"
+                table = pd.read_csv(path, index_col=False, converters=marked)
+            if id_col in table.columns:
+                ids = table[id_col].str[1:]
+                table[id_col] = ids.mask(ids == "")
         else:
             raise ValueError(f"FILE must end in .csv or .parquet; got {path.name}. Rename or convert it.")
+    except pd.errors.ParserWarning as error:
+        check_commas(pd.read_csv(path, nrows=0), path)
+        raise ValueError(
+            f"{path.name} must name every column in its header; its lines have more values than that has names. Add "
+            "the names that are missing, or drop the values."
+        ) from error
     except (UnicodeDecodeError, pd.errors.ParserError, pd.errors.EmptyDataError, OSError) as error:
         raise ValueError(f"{path} cannot be read as a table: {error}") from error
     except Exception as error:  # pyarrow has exceptions of its own for a damaged parquet file
         if type(error).__module__.startswith("pyarrow"):
             raise ValueError(f"{path} cannot be read as a parquet file: {error}") from error
         raise
+    check_commas(table, path)
+    if table.empty:
+        raise ValueError(f"{path} must have at least one row and one column; it has shape {table.shape}.")
+    return table
+
+
+def check_commas(table: pd.DataFrame, path: Path) -> None:
+    """An error for a file whose columns are separated by semicolons."""
     if len(table.columns) == 1 and ";" in str(table.columns[0]):
         raise ValueError(
             f"{path.name} must be separated by commas; its first line is {str(table.columns[0])[:60]!r}. Convert it."
         )
-    if table.empty:
-        raise ValueError(f"{path} must have at least one row and one column; it has shape {table.shape}.")
-    return table
 
 
 def read_frame(
@@ -50,9 +78,9 @@ def read_frame(
     """
     import pandas as pd
 
-    from .columns import is_date_number
+    from .columns import date_format
 
-    table = read_table(path)
+    table = read_table(path, id_col=id_col or "unique_id")
     columns = [str(c) for c in table.columns]
     table = table.set_axis(columns, axis=1)
     for option, name in (("--id-col", id_col), ("--time-col", time_col), ("--target-col", target_col)):
@@ -61,14 +89,13 @@ def read_frame(
     if id_col is None and "unique_id" in columns:
         id_col = "unique_id"
     if time_col is None:
-        dates = (c for c in columns if holds_stamps(table[c]) or is_date_number(table[c]))
+        dates = (c for c in columns if c != id_col and (holds_stamps(table[c]) or date_format(table[c])))
         time_col = "ds" if "ds" in columns else next(dates, None)
     if time_col is None:
         raise ValueError(
             f"{path.name} must have a column of time stamps, or --time-col must name it; it has {', '.join(columns)}."
         )
-    if is_date_number(table[time_col]):
-        table[time_col] = pd.to_datetime(table[time_col].astype(str), format="%Y%m%d")
+    table = with_dates(table, time_col)
     if target_col is None:
         rest = [
             c
@@ -86,6 +113,61 @@ def read_frame(
         if is_number(name) or (name[:1].isdigit() and holds_stamps(pd.Series([name]))):
             raise ValueError(f"{path.name} must have a header line; its first line holds {name!r}. Add e.g. ds,y.")
     return table, {"id_col": id_col, "time_col": time_col, "target_col": target_col}
+
+
+def read_again(
+    path: Path, *, id_col: str | None, time_col: str, targets: Sequence[str], ids: Sequence[Any], dates: bool
+) -> pd.DataFrame:
+    """A table for a model that knows its columns and the series `ids`; one that it knows alone need not be named.
+
+    The file's ids are taken for what the model's are, text or numbers. With `dates`, stamps such as 20240131 are read.
+    """
+    table = read_table(path, id_col=id_col)
+    table = table.set_axis([str(c) for c in table.columns], axis=1)
+    if id_col is not None and id_col not in table.columns and len(set(ids)) == 1:
+        table[id_col] = ids[0]
+    for name in (id_col, time_col, *targets):
+        if name is not None and name not in table.columns:
+            raise ValueError(
+                f"{path.name} must have the column {name!r}, which the model was fitted with; it has "
+                f"{', '.join(table.columns)}. Rename a column of it."
+            )
+    if id_col is not None:
+        table[id_col] = like_ids(table[id_col], ids)
+    return with_dates(table, time_col) if dates else table
+
+
+def like_ids(column: pd.Series, known: Sequence[Any]) -> pd.Series:
+    """Ids of a file as text if all known ones are text, as numbers if they are numbers, where that can be."""
+    found, texts = column.drop_duplicates().tolist(), [isinstance(item, str) for item in known]
+    same: dict[Any, Any] = {}
+    if all(texts):
+        same = {item: str(item) for item in found if isinstance(item, int)}
+    elif not any(texts):
+        same = {item: to_number(item) for item in found if isinstance(item, str)}
+        if len(set(same.values())) < len(same):  # 001 beside 1: only one of them can be meant
+            same = {item: number for item, number in same.items() if str(number) == item}
+    return column.astype(object).map(lambda item: same.get(item, item)) if same else column
+
+
+def to_number(text: str) -> Any:
+    """A number if the text is one."""
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def with_dates(table: pd.DataFrame, time_col: str) -> pd.DataFrame:
+    """Whole numbers such as 20240131 as dates."""
+    import pandas as pd
+
+    from .columns import date_format
+
+    format = date_format(table[time_col])
+    if format is None:
+        return table
+    return table.assign(**{time_col: pd.to_datetime(table[time_col].astype(str), format=format)})
 
 
 def is_number(text: str) -> bool:
@@ -116,17 +198,28 @@ def holds_stamps(values: pd.Series) -> bool:
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the guess of a format
-        return bool(pd.to_datetime(values.head(20).astype(str), errors="coerce", utc=True).notna().all())
+        text = values.head(20).astype(str)
+        reads = (pd.to_datetime(text, errors="coerce", utc=True, dayfirst=first) for first in (False, True))
+        return any(stamps.notna().all() for stamps in reads)
 
 
-def read_series(path: Path, column: str | None = None) -> tuple[str, np.ndarray]:
+def read_series(path: Path, column: str | None = None, series: str | None = None) -> tuple[str, np.ndarray]:
     """One numeric column of a file as (name, float64 array); NaN where a value is missing.
 
-    Without a name it takes `y` if there is one, else the only numeric column.
+    Without a name it takes `y` if there is one, else the only numeric column. Of several series in a column `unique_id`
+    it takes the rows of one.
     """
     import pandas as pd
 
-    table = read_table(path)
+    table = read_table(path, id_col="unique_id")
+    ids = table.pop("unique_id").astype(str) if "unique_id" in table.columns else pd.Series("", index=table.index)
+    names = ids.drop_duplicates().tolist()
+    if series is not None or len(names) > 1:
+        if series not in names:
+            have = f"{', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if any(names) else "no column unique_id"
+            got = "none" if series is None else repr(series)
+            raise ValueError(f"--id must name one series of {path.name}; got {got}. It has {have}.")
+        table = table[ids == series]
     numeric = [str(c) for c in table.columns if holds_numbers(table[c])]
     if column is None:
         if "y" in numeric:

@@ -276,8 +276,15 @@ def _check_mixed(rows: Rows, place: np.ndarray, step: int, freq: str | int) -> N
 
 
 def _refuse_off_grid(rows: Rows, i: int, freq: str | int) -> NoReturn:
-    before = f" after {rows.when(i - 1)}" if i not in rows.offsets else ""
+    before, way = "", "Pass another freq=, or resample the series."
+    if i not in rows.offsets:
+        before, moved = f" after {rows.when(i - 1)}", int(rows.stamps[i] - rows.stamps[i - 1]) % DAY
+        if rows.tz == "UTC" and moved in (DAY // 24, DAY - DAY // 24) and (fixed_step(freq, "UTC") or DAY) % DAY == 0:
+            way = (
+                "If these were local days with the offsets of summer and winter time, give them their zone with "
+                'pd.to_datetime(..., utc=True).dt.tz_convert("Europe/Berlin"), or drop the offsets.'
+            )
     raise ValueError(
         f"stamps must lie on the grid of freq={freq!r}; series {rows.name(i)!r} has {rows.when(i)}{before}, off the "
-        "grid. Pass another freq=, or resample the series."
+        f"grid. {way}"
     )

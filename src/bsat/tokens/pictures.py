@@ -82,8 +82,13 @@ def draw_pipeline(
     bottom.set_ylabel("value")
     add_legend(bottom)
     bottom.set_xlim(x[0], x[-1])
-    figure.suptitle(title)
+    figure.suptitle(plain(title))
     save(figure, path)
+
+
+def plain(text: str) -> str:
+    """A dollar sign in a name is no formula."""
+    return text.replace("$", r"\$")
 
 
 def new_figure(width: float, height: float) -> Figure:
