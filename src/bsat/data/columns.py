@@ -230,16 +230,11 @@ def _attempt(column: pd.Series, **how: Any) -> pd.Series | None:
 
 def _readings(column: pd.Series, formats: list[str]) -> dict[str, tuple[int, pd.Series]]:
     """What the whole column is in each format that fits it, and its breaks."""
-    found: dict[str, tuple[int, pd.Series]] = {}
-    for format in formats:
-        late = format.startswith("%y") and len(formats) > 1
-        if late and any(breaks == 0 and stamps.nunique() > 31 for breaks, stamps in found.values()):
-            continue  # 31/12/24 is a day of 2031 as well, but hardly ever are so many of these as regular
-        stamps = _attempt(column, format=format)
-        if stamps is not None:
-            found[format] = _breaks(stamps), stamps
-            if late and len(found) == 1 and found[format][0]:
-                return {}  # a day that does not exist, 30/02/24, is no year either
+    tried = {format: _attempt(column, format=format) for format in formats}
+    found = {format: (_breaks(stamps), stamps) for format, stamps in tried.items() if stamps is not None}
+    years = [breaks for format, (breaks, _) in found.items() if format.startswith("%y")]
+    if len(found) == 1 < len(formats) and any(years):
+        return {}  # a day that does not exist, 30/02/24, is no year either
     return found
 
 
@@ -258,17 +253,9 @@ def _breaks(stamps: pd.Series) -> int:
 
 
 def _choose(readings: dict[str, tuple[int, pd.Series]], column: pd.Series, name: str) -> pd.Series:
-    """The reading with the fewest breaks; an error where there are two, or where years might come first."""
-    rest = {format: reading for format, reading in readings.items() if not format.startswith("%y")} or readings
-    least = min(breaks for breaks, _ in rest.values())
-    likely = [format for format, (breaks, _) in rest.items() if breaks == least]
-    for format in readings.keys() - rest.keys():
-        breaks, stamps = readings[format]
-        if breaks == 0 < least:
-            likely = [format]
-        # other than regular stamps, years first are only ruled out where they are more broken and farther apart
-        elif least == breaks == 0 or least > breaks or (least and _span(stamps) <= _span(rest[likely[0]][1])):
-            likely.append(format)
+    """The reading with the fewest breaks; an error where two have as few."""
+    least = min(breaks for breaks, _ in readings.values())
+    likely = [format for format, (breaks, _) in readings.items() if breaks == least]
     stamps = readings[likely[0]][1]
     for other in likely[1:]:
         differ = (stamps != readings[other][1]) & column.notna()
@@ -281,10 +268,6 @@ def _choose(readings: dict[str, tuple[int, pd.Series]], column: pd.Series, name:
                 "2024-12-31."
             )
     return stamps
-
-
-def _span(stamps: pd.Series) -> Any:
-    return stamps.max() - stamps.min()
 
 
 def date_format(column: pd.Series) -> str | None:
