@@ -16,6 +16,7 @@ import pytest
 from bsat import BSplineTokenizer, Forecaster, __version__
 from bsat.cli import main
 from conftest import make_signals
+from small import make_long
 
 
 @pytest.fixture
@@ -231,6 +232,13 @@ def test_a_killed_training_is_resumed(bsat, load, tmp_path):
     pd.testing.assert_frame_equal(resumed.predict(level=[80]), never.predict(level=[80]), check_exact=True)
 
 
+def test_the_way_out_is_told_as_an_option(bsat, tmp_path):
+    make_long(a=400, s=20).to_csv(tmp_path / "two.csv", index=False)
+    code, _, err = bsat("fit", "two.csv", "--out", "m", "--lookback", "48", "--horizon", "12")
+    assert code == 2
+    assert "'s' (20). Shorten --lookback or --horizon, or pass --drop-short" in err
+
+
 @pytest.mark.parametrize(
     ("words", "match"),
     [
@@ -252,7 +260,7 @@ def test_a_killed_training_is_resumed(bsat, load, tmp_path):
         (["fit", "load.csv", "--out", "taken"], "is not bsat's"),
         (["fit", "semicolons.csv", "--out", "m"], "separated by commas"),
         (["fit", "bare.csv", "--out", "m"], "must have a header line"),
-        (["fit", "load.csv", "--out", "m", "--id-col", "note", "--lookback", "599"], "or pass --drop-short"),
+        (["fit", "load.csv", "--out", "m", "--id-col", "note", "--lookback", "599"], "Shorten --lookback or"),
     ],
 )
 def test_mistakes_with_forecasts(bsat, load, tmp_path, words, match):
