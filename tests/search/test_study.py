@@ -15,13 +15,14 @@ from unittest.mock import Mock
 import numpy as np
 import optuna
 import pytest
+import torch
 from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed
 
 import bsat
 from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, read_records
 from bsat.search.contract import Rungs
-from bsat.search.engines import train_alone
-from bsat.train.population import Halving, Trial, train_population
+from bsat.search.engines import _work, pack_up, train_alone
+from bsat.train.population import Halving, Trained, Trial, train_population
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 KILLS = 4
@@ -266,8 +267,16 @@ def test_a_few_at_a_time(tmp_path, data):
             os.kill(child.pid, signal.SIGKILL)
             killed.append(child.pid)
 
-    before = set(multiprocessing.active_children())
-    outcome = search(tmp_path, engine=Local(at_once=2, halving=HALVING), data=data, trials=10, report=kill_one)
+    before, states = set(multiprocessing.active_children()), []
+    outcome = search(
+        tmp_path,
+        engine=Local(at_once=2, halving=HALVING),
+        data=data,
+        trials=10,
+        report=kill_one,
+        keep=lambda _, trained: states.append(trained.state),
+    )
+    assert all(isinstance(a, torch.Tensor) for state in states for a in state.values())
     assert len(outcome.finished) == len({key(r.point) for r in outcome.finished}) == 10
     failed = [r for r in outcome.finished if r.state == "failed"]
     assert len(failed) <= 1
@@ -280,6 +289,32 @@ def test_a_few_at_a_time(tmp_path, data):
     shared = [r for r in one.records if key(r.point) in alike]
     assert len(shared) >= 3
     assert all(alike[key(r.point)] == r.history.epochs[0].val_rmse for r in shared)
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_networks_come_from_their_processes_as_arrays(data, room):
+    """Tensors would go through /dev/shm. What cannot be sent is told."""
+    trial = SPACE.to_trial(SPACE.draw(3), bsat.BSplineTokenizer(8), train=replace(TRAIN, max_epochs=1))
+    heard, sent = [pack_up(data), (7, trial), False], []
+
+    def send(word):
+        if isinstance(word, Trained) and not room:
+            raise RuntimeError("no room")
+        sent.append(word)
+
+    def recv():
+        if not heard:
+            raise EOFError
+        return heard.pop(0)
+
+    _work(Mock(send=send, recv=recv), threads=1)
+    epoch, result = sent
+    assert epoch[0] == 7
+    if room:
+        assert result.state
+        assert all(isinstance(a, np.ndarray) for a in result.state.values())
+    else:
+        assert result == Failed(7, "RuntimeError: no room")
 
 
 def test_a_search_in_which_all_fails_gives_up(tmp_path, data):

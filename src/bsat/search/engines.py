@@ -349,10 +349,13 @@ class _Worker:
     def hear(self) -> Any:
         """Its next word: an epoch, or what came of the trial."""
         try:
-            return self.line.recv()
+            word = self.line.recv()
         except (EOFError, OSError):
             self.process.join()
             return Failed(self.number, f"its process ended with exit code {self.process.exitcode}")
+        if isinstance(word, Trained):
+            word.state = {name: torch.from_numpy(a) for name, a in word.state.items()}
+        return word
 
 
 class _Line:
@@ -393,14 +396,16 @@ def _work(line: Any, threads: int) -> None:
         while True:
             number, trial = line.recv()
             try:
-                result: Trained | Failed = train_alone(number, trial, data, _Line(line))
+                result: Any = train_alone(number, trial, data, _Line(line))
+                result.state = {name: a.numpy() for name, a in result.state.items()}
+                line.send(result)
             except Exception as error:
-                result = Failed(number, explain(error))
-            line.send(result)
+                line.send(Failed(number, explain(error)))
 
 
 def pack_up(data: Data) -> tuple[Any, ...]:
-    """As numpy arrays: torch's own way to send tensors wants the sender to live."""
+    """As numpy arrays: torch's own way to send tensors wants the sender to live, and room in /dev/shm, of which a
+    container may have little."""
     folds = [
         (w.series.cpu().numpy(), w.starts.cpu().numpy(), w.rows.cpu().numpy(), w.lookback, w.horizon, w.gaps)
         for w in (data.train, data.val)
