@@ -22,6 +22,8 @@ import bsat
 from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, read_records
 from bsat.search.contract import Rungs
 from bsat.search.engines import _work, pack_up, train_alone
+from bsat.train import population
+from bsat.train.bank import Bank
 from bsat.train.population import Halving, Trained, Trial, train_population
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
@@ -257,6 +259,20 @@ def test_a_trial_that_breaks_does_not_take_others_along(tmp_path, data, engine, 
         assert r.reason == ("MemoryError: no memory for degree 2" if r.state == "failed" else "")
 
 
+def test_tokens_that_break_do_not_take_others_along(tmp_path, data, monkeypatch):
+    """Packs share them."""
+    broken, fill = Broken(), Bank.fill
+
+    def fill_or_not(self, source, index):
+        broken(Mock(tokenizer=self.sources[source][0]))
+        fill(self, source, index)
+
+    monkeypatch.setattr(Bank, "fill", fill_or_not)
+    outcome = search(tmp_path, engine="population", data=data, trials=8)
+    assert {"failed", "complete", "pruned"} == {r.state for r in outcome.records}
+    assert all((r.state == "failed") == (r.point["degree"] == 2) for r in outcome.records)
+
+
 def test_a_few_at_a_time(tmp_path, data):
     """Two processes share the work, and one that is killed takes only its own trial along."""
     killed = []
@@ -289,6 +305,29 @@ def test_a_few_at_a_time(tmp_path, data):
     shared = [r for r in one.records if key(r.point) in alike]
     assert len(shared) >= 3
     assert all(alike[key(r.point)] == r.history.epochs[0].val_rmse for r in shared)
+
+
+def test_a_pack_that_does_not_fit_is_halved_as_one_that_does(tmp_path, data, monkeypatch):
+    """And a trial that does not fit even alone takes no other along."""
+    begin, most, never = population._Run._begin, math.inf, None
+
+    def run_out(self):
+        if len(self.members) > most or never in [m.index for m in self.members]:
+            raise RuntimeError("CUDA out of memory")
+        begin(self)
+
+    monkeypatch.setattr(population._Run, "_begin", run_out)
+    engine = Population(startup=8, halving=HALVING)
+    ends = []
+    for most, never in [(math.inf, None), (2, None), (1, None), (math.inf, 5)]:
+        outcome = search(tmp_path, engine=engine, data=data, name=f"{most} {never}")
+        ends.append([(r.state, r.value, len(r.history.epochs) if r.history else 0) for r in outcome.records])
+    assert "pruned" in {state for state, *_ in ends[0]}
+    for other in ends[1:3]:
+        assert [(state, epochs) for state, _, epochs in ends[0]] == [(state, epochs) for state, _, epochs in other]
+        assert [value for _, value, _ in ends[0]] == pytest.approx([value for _, value, _ in other], rel=1e-5)
+    assert [number for number, (state, *_) in enumerate(ends[3]) if state == "failed"] == [5]
+    assert "pruned" in {state for state, *_ in ends[3]}
 
 
 @pytest.mark.parametrize("room", [True, False])

@@ -15,7 +15,7 @@ from bsat import nvrtc
 from bsat.data.windows import Windows
 from bsat.model import NetworkConfig, build_network
 from bsat.model.stacked import describe
-from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, train
+from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, population, train
 from bsat.train import pack as pack_module
 from bsat.train.bank import Bank
 from bsat.train.checkpoint import Checkpoint
@@ -447,6 +447,69 @@ def test_packs_are_no_larger_than_memory_allows(case):
         for one, two in zip(together, found, strict=True):
             check_same(one, two)
     assert [t.pack for t in together] == [5] * 5
+
+
+def seven(**choices):
+    return [trial(seed=s, network=DROPOUT, max_epochs=3, learning_rate=3.0**-s, **choices) for s in range(1, 8)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_pack_that_breaks_is_split_and_nothing_else_changes(case, monkeypatch, epoch, most):
+    """Before the first rung, or behind it: all trials still meet there."""
+    together = populate(seven(), case, halving=Halving(1, 2))
+    run_epoch = Pack.run_epoch
+
+    def run(self, at):
+        if at == epoch and len(self) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        run_epoch(self, at)
+
+    monkeypatch.setattr(Pack, "run_epoch", run)
+    split = populate(seven(), case, halving=Halving(1, 2))
+    assert sorted(t.history.stopped for t in split) == ["halved"] * 6 + ["max_epochs"]
+    assert max(t.pack for t in split if len(t.history.epochs) > epoch) <= most
+    for one, two in zip(together, split, strict=True):
+        check_same(one, two)
+
+
+@pytest.mark.parametrize("epoch_windows", [None, 70])
+def test_a_trial_that_breaks_alone_fails_and_others_meet_at_the_rung(case, monkeypatch, epoch_windows):
+    trials = seven(epoch_windows=epoch_windows)
+    begin = population._Run._begin
+
+    def broken(self):
+        if any(m.index == 3 for m in self.members):
+            raise MemoryError("no room")
+        begin(self)
+
+    monkeypatch.setattr(population._Run, "_begin", broken)
+    failed, last = [], []
+    windows = case.windows[:2]
+    choices = {"deviation": case.deviation, "halving": Halving(1, 2)}
+    found = list(
+        train_population(
+            trials,
+            *windows,
+            **choices,
+            failed=lambda index, error: failed.append((index, str(error))),
+            report=lambda progress: last.append(progress.finished),
+        )
+    )
+    assert failed == [(3, "no room")]
+    assert sorted(t.index for t in found) == [0, 1, 2, 4, 5, 6]
+    assert sorted(t.history.stopped for t in found) == ["halved"] * 5 + ["max_epochs"]
+    assert last[-1] == 7
+    with pytest.raises(MemoryError, match="no room"):
+        list(train_population(trials, *windows, **choices))
+
+
+def test_errors_of_who_listens_split_nothing(case):
+    def report(progress):
+        raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="the terminal is gone"):
+        populate(seven(), case, report=report)
 
 
 def test_larger_networks_take_more_memory():

@@ -178,30 +178,35 @@ class Population:
             yield from self._run_batch(batch, data, desks)
 
     def _run_batch(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Results:
-        """If it breaks, what is left of it is trained one by one, to find out whose fault it was."""
+        """If it breaks as a whole, what is left of it is trained in halves, which meet at their rungs; and so on, until
+        it is known whose fault it was."""
         left = {drawn.key: drawn for drawn in batch}
         try:
-            for place, trained in self._train(batch, data, desks):
-                del left[place, trained.index]
-                yield place, trained
+            for place, result in self._train(batch, data, desks):
+                del left[place, result.index]
+                yield place, result
+            return
         except Exception as error:
-            if len(left) == 1:
-                ((place, number),) = left
-                yield place, Failed(number, explain(error))
+            if len(batch) == 1:
+                yield batch[0].place, Failed(batch[0].number, explain(error))
                 return
-        for drawn in left.values():
-            try:
-                yield from self._train([drawn], data, desks)
-            except Exception as error:
-                yield drawn.place, Failed(drawn.number, explain(error))
+        some = list(left.values())
+        middle = (len(some) + 1) // 2
+        for part in (some[:middle], some[middle:]):
+            if part:
+                yield from self._run_batch(part, data, desks)
 
-    def _train(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Iterator[tuple[int, Trained]]:
+    def _train(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Iterator[tuple[int, Trained | Failed]]:
         places = list(dict.fromkeys(drawn.place for drawn in batch))
+        broken: list[tuple[int, Failed]] = []
 
         def report(progress: Progress) -> None:
             with _listening():
                 for place in places:
                     desks[place].alive(progress.epoch + 1)
+
+        def fail(index: int, error: Exception) -> None:
+            broken.append((batch[index].place, Failed(batch[index].number, explain(error))))
 
         for trained in train_population(
             [drawn.trial for drawn in batch],
@@ -213,10 +218,12 @@ class Population:
             precision=self.precision,
             memory=self.memory,
             report=report,
+            failed=fail,
         ):
             drawn = batch[trained.index]
             trained.index = drawn.number
             yield drawn.place, trained
+        yield from broken
 
 
 @dataclass(frozen=True)
