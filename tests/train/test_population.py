@@ -17,7 +17,7 @@ from bsat.model import NetworkConfig, build_network
 from bsat.model.stacked import describe
 from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, population, train
 from bsat.train import pack as pack_module
-from bsat.train.bank import Bank
+from bsat.train.bank import Bank, highest_degree
 from bsat.train.checkpoint import Checkpoint
 from bsat.train.pack import Pack, training_bytes
 from bsat.train.population import Halving, Progress, Trial, train_population
@@ -440,8 +440,10 @@ def test_halving_after_some_have_stopped(case):
 def test_packs_are_no_larger_than_memory_allows(case):
     trials = [trial(seed=s, network={**DROPOUT, "ff_factor": 1 + s % 2}, max_epochs=1) for s in range(5)]
     each = training_bytes(pack_module.stacked.describe(build(trials[1])), 64)
+    source = trials[0].tokenizer, build(trials[0])
+    tokens = sum(Bank.size(len(windows), source, L) for windows in case.windows[:2])
     together = populate(trials, case)
-    for memory, sizes in [(2.5 * each, [1, 2]), (1, [1]), (100 * each, [5])]:
+    for memory, sizes in [(tokens + 2.5 * each, [1, 2]), (tokens, [1]), (1, [1]), (tokens + 100 * each, [5])]:
         found = populate(trials, case, memory=int(memory))
         assert sorted({t.pack for t in found}) == sizes
         for one, two in zip(together, found, strict=True):
@@ -510,6 +512,15 @@ def test_errors_of_who_listens_split_nothing(case):
 
     with pytest.raises(OSError, match="the terminal is gone"):
         populate(seven(), case, report=report)
+
+
+@pytest.mark.parametrize("encodings", [("lpe", "l-rope"), ("f-rope", "lpe")])
+def test_packs_of_other_encodings_read_positions_of_their_own(case, encodings):
+    network = {**NO_DROPOUT, "rotary_unit": "tokens"}
+    trials = [trial(network={**network, "encoding": encoding}) for encoding in encodings]
+    for k, mixed in enumerate(populate(trials, case)):
+        (alone,) = populate([trials[k]], case)
+        check_same(mixed, alone)
 
 
 def test_larger_networks_take_more_memory():
@@ -583,12 +594,15 @@ def test_a_bank_of_drawn_windows():
 
 def test_the_size_of_a_bank_is_what_it_takes():
     case = make_case()
-    for network in ({}, {"head": "spline"}):
-        source = (case.tokenizer, make_network(case.tokenizer, **network))
-        bank = Bank(case.windows[0], [source])
-        held = [a for name, a in vars(bank).items() if isinstance(a, torch.Tensor) and name != "series"]
-        taken = sum(a.numel() * a.element_size() for a in held)
-        assert taken == pytest.approx(Bank.size(len(bank), source, L), rel=0.05)
+    splines = [bsat.BSplineTokenizer(N, degree) for degree in (1, 5, 3)]
+    for tokenizers in (splines, [bsat.PatchTokenizer(N)]):
+        for head in ("flatten", "spline"):
+            sources = [(tokenizer, make_network(tokenizer, head=head)) for tokenizer in tokenizers]
+            bank = Bank(case.windows[0], sources)
+            held = [a for name, a in vars(bank).items() if isinstance(a, torch.Tensor) and name != "series"]
+            taken = sum(a.numel() * a.element_size() for a in held)
+            degree = highest_degree(sources)
+            assert taken == sum(Bank.size(len(bank), source, L, degree) for source in sources)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ class Population:
     generation: int = 32
     halving: Halving | None = field(default_factory=Halving)
     memory: int | None = None
-    """bytes of device memory that a pack may take; by default most of what is free"""
+    """bytes of device memory that tokens and a pack may take; by default most of what is free"""
     precision: str = "float32"
     """or "bfloat16": see `train.population.train_population`"""
 

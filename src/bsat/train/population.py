@@ -23,7 +23,7 @@ from ..model.fused import PRECISIONS, takes_brief
 from ..model.stacked import Shape, describe
 from ..tokens import Tokenizer
 from ..tokens.door import check_choice, to_whole
-from .bank import Bank, Source
+from .bank import Bank, Source, highest_degree
 from .pack import Marks, Pack, free_memory, training_bytes
 from .schedule import learning_rate_factor
 from .settings import Epoch, History, TrainConfig, finished
@@ -140,7 +140,7 @@ def train_population(
         rivals: a name for each trial; at a rung, only trials of one name are compared. By default all are.
         precision: "float32", or "bfloat16" to keep activations in 16 bits: several times as fast for wide networks. A
             warning tells which networks cannot have it, and train in float32.
-        memory: bytes of device memory that a pack may take; by default most of what is free.
+        memory: bytes of device memory that tokens and a pack may take; by default most of what is free.
         report: called after every epoch of a pack.
         failed: called with the index of a trial that cannot be trained even alone, and why, and the others go on; by
             default the error is raised.
@@ -158,8 +158,9 @@ def train_population(
     progress = Progress(len(trials))
     banks = _Banks(members, train_windows, val_windows)
     if memory is None:
-        memory = int(0.7 * free_memory(train_windows.series.device)) - banks.size()
-    parts = [part for group in groups for part in _split(group, members, train_windows, memory, brief)]
+        memory = int(0.7 * free_memory(train_windows.series.device))
+    room = memory - banks.size()
+    parts = [part for group in groups for part in _split(group, members, train_windows, room, brief)]
     packs = [_Run(part, banks, deviation, precision) for part in parts]
     del members, groups, parts
 
@@ -239,12 +240,13 @@ def _split(
 ) -> Iterator[list[_Member]]:
     """Packs that fit. Those with feed-forward parts of a width come together, so that little is padded."""
     some = sorted((members[i] for i in group), key=lambda m: m.shape.feed)
+    degree = highest_degree((m.trial.tokenizer, m.network) for m in some if m.network is not None)
     while some:
         trial = some[-1].trial
         each = training_bytes(some[-1].shape, trial.train.batch_size, brief=some[-1].index in brief)
         drawn, network = _drawn(trial, windows), some[-1].network
         if drawn is not None and network is not None:  # tokens of its own
-            each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback)
+            each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback, degree)
         room = max(1, memory // each)
         count = math.ceil(len(some) / math.ceil(len(some) / room))
         yield some[:count]
@@ -274,17 +276,18 @@ class _Banks:
 
     @staticmethod
     def _key(member: _Member) -> object:
-        tokenizer = member.trial.tokenizer
-        network = member.trial.network
-        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), network.norm, network.rotary_unit
+        tokenizer, network = member.trial.tokenizer, member.trial.network
+        unit = network.rotary_unit if "rope" in network.encoding else None
+        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), network.norm, unit
 
     def size(self) -> int:
         """Bytes that all banks will take, but for windows that are drawn anew."""
         train_windows, total = self.windows[0], 0
         for kind, sources in self._sources.items():
             drawn, validate = kind[-1]
-            count = validate + (0 if drawn else len(train_windows))
-            total += sum(Bank.size(count, source, train_windows.lookback) for source in sources.values())
+            every, degree = sources.values(), highest_degree(sources.values())
+            for count in (validate, 0 if drawn else len(train_windows)):
+                total += sum(Bank.size(count, source, train_windows.lookback, degree) for source in every if count)
         return total
 
     def shared(self, member: _Member) -> tuple[Bank | None, Bank]:
