@@ -30,6 +30,7 @@ from bsat.lab.tables import (
     paper_rank_table,
     place,
     rank_correlation,
+    selection_table,
     wilcoxon,
 )
 
@@ -234,14 +235,23 @@ def test_the_table_of_selections(tmp_path):
                     scores = {"rmse": 20.0 - trial + seed / 10, "mae": 1, "mse": 1, "smape": 1}
                     if trial < tested:
                         store.add_test(experiment, seed, trial, scores, "selected" if trial < 2 else "spread")
-    (table,) = [t for t in make_tables(read(tmp_path, curves=False), protocol) if t.name == "selection"]
-    (row,) = table.frame.to_dict("records")
+    (row,) = selection_table(read(tmp_path, curves=False), protocol).frame.to_dict("records")
     assert (row["model"], row["runs"]) == ("bsat", 16)
     assert row["correlation"] < -0.9
     assert row["third"] < -0.5
     assert row["selected"] == pytest.approx(19.65)
     assert row["best"] == pytest.approx(13.65)
     assert row["median"] == pytest.approx(16.65)
+    further = Experiment("etth1", trials=9, protocol=protocol)
+    with Store(tmp_path, protocol) as store:
+        for seed in (1, 2):
+            rest = {"configuration": {}, "status": "finished", "val": {"rmse": 2.0}}
+            store.add(Run(experiment=further, seed=seed, trial=8, **rest))
+            store.add_test(further, seed, 8, {"rmse": 9.0, "mae": 1, "mse": 1, "smape": 1})
+    runs = read(tmp_path, curves=False)
+    (row,) = selection_table(runs, protocol).frame.to_dict("records")
+    assert row["selected"] == pytest.approx(14.575), "trial 1 is selected no more"
+    assert row["selected"] == pytest.approx(Scores(runs, protocol).mean("etth1", ("bsat", "l-rope+lpe"), 45))
 
 
 def test_the_number_of_trials_is_counted(store):

@@ -632,7 +632,7 @@ def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
                 **_named(cell, of),
                 "correlation": rank_correlation(of["val_rmse"].to_numpy(float), of["test_rmse"].to_numpy(float)),
                 "third": rank_correlation(third["val_rmse"].to_numpy(float), third["test_rmse"].to_numpy(float)),
-                "selected": float(of["test_rmse"][of["why"] == "selected"].mean()),
+                "selected": float(select(of, protocol.selection)["test_rmse"].mean()),
                 "best": float(best["test_rmse"].mean()),
                 "median": float(of["test_rmse"].median()),
             }
