@@ -19,7 +19,7 @@ import torch
 from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed
 
 import bsat
-from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, read_records
+from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, engines, read_records
 from bsat.search.contract import Rungs
 from bsat.search.engines import _work, pack_up, train_alone
 from bsat.train import population
@@ -235,8 +235,6 @@ class Broken:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_trial_that_breaks_does_not_take_others_along(tmp_path, data, engine, monkeypatch):
-    from bsat.search import engines
-
     broken = Broken()
     alone, together = engines.train_alone, engines.train_population
 
@@ -271,6 +269,24 @@ def test_tokens_that_break_do_not_take_others_along(tmp_path, data, monkeypatch)
     outcome = search(tmp_path, engine="population", data=data, trials=8)
     assert {"failed", "complete", "pruned"} == {r.state for r in outcome.records}
     assert all((r.state == "failed") == (r.point["degree"] == 2) for r in outcome.records)
+
+
+def test_a_failed_trial_leaves_no_generation_to_chance(tmp_path, data, monkeypatch):
+    """Optuna's startup is of trials with a value: without a fourth one, all of the next generation would be random."""
+    together, batches = engines.train_population, []
+
+    def first_fails(trials, *rest, **choices):
+        batches.append(len(trials))
+        for trained in together(trials, *rest, **choices):
+            if len(batches) == 1 and trained.index == 2:
+                trained.history.epochs, trained.history.best_epoch = [], -1  # as one that diverged
+            yield trained
+
+    monkeypatch.setattr(engines, "train_population", first_fails)
+    search(tmp_path, engine="population", data=data, trials=8)
+    assert batches == [4, 1, 3]
+    learned = [any("relative" in name for name in trial.system_attrs) for trial in load(tmp_path).trials]
+    assert learned == [False] * 5 + [True] * 3
 
 
 def test_a_few_at_a_time(tmp_path, data):

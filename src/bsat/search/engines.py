@@ -64,8 +64,8 @@ class Desk(Listener, Protocol):
     """A search, as an engine sees it: where it gets trials, and tells of them by their numbers."""
 
     @property
-    def done(self) -> int:
-        """Trials that have finished."""
+    def scored(self) -> int:
+        """Trials that have finished with a value, of which the sampler learns."""
 
     def draw(self, count: int) -> list[tuple[int, Trial]]:
         """At most so many new trials with their numbers; none when there are no more."""
@@ -164,16 +164,17 @@ class Population:
         object.__setattr__(self, "startup", to_whole(self.startup, "startup", 1))
         object.__setattr__(self, "generation", to_whole(self.generation, "generation", 1))
 
-    def batch(self, done: int) -> int:
-        """What is missing of the startup, then a generation."""
-        return self.startup - done if done < self.startup else self.generation
+    def batch(self, scored: int) -> int:
+        """What is missing of the startup, then a generation. A failed trial tells the sampler nothing, so it does not
+        count: points are random until the startup is whole."""
+        return self.startup - scored if scored < self.startup else self.generation
 
     def run(self, data: Data, desks: Sequence[Desk]) -> Results:
         """See `Engine`."""
         while batch := [
             _Drawn(place, number, trial)
             for place, desk in enumerate(desks)
-            for number, trial in desk.draw(self.batch(desk.done))
+            for number, trial in desk.draw(self.batch(desk.scored))
         ]:
             yield from self._run_batch(batch, data, desks)
 
