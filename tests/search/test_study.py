@@ -161,6 +161,18 @@ def test_processes_of_a_search_that_is_killed(tmp_path):
     assert {key(r.point) for r in undisturbed.records} <= {key(r.point) for r in finished}
 
 
+@pytest.mark.parametrize(("engine", "words"), [("optuna", "in flight (1 epochs done);"), ("population", "in flight;")])
+def test_epochs_that_are_lost_are_told_where_they_are_known(tmp_path, data, engine, words):
+    def stop(progress):
+        if progress.epoch == 2:  # which is told next
+            raise KeyboardInterrupt
+
+    lost = []
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, engine=engine, data=data, trials=2, report=stop, lost=lost.extend)
+    assert words in str(lost[0])
+
+
 def test_what_was_lost_in_flight_is_told(tmp_path, data):
     def stop(progress):
         if progress.done == 2 and progress.epoch == 1:
