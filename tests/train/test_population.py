@@ -443,8 +443,8 @@ def test_packs_are_no_larger_than_memory_allows(case):
     source = trials[0].tokenizer, build(trials[0])
     tokens = sum(Bank.size(len(windows), source, L) for windows in case.windows[:2])
     together = populate(trials, case)
-    for memory, sizes in [(tokens + 2.5 * each, [1, 2]), (tokens, [1]), (1, [1]), (tokens + 100 * each, [5])]:
-        found = populate(trials, case, memory=int(memory))
+    for memory, sizes in [(tokens + 3 * each - 1, [1, 2]), (tokens, [1]), (1, [1]), (tokens + 100 * each, [5])]:
+        found = populate(trials, case, memory=memory)
         assert sorted({t.pack for t in found}) == sizes
         for one, two in zip(together, found, strict=True):
             check_same(one, two)
