@@ -23,9 +23,9 @@ def leftovers(folder: Path, stem: str = "", *, age: float = 0) -> Iterator[Path]
 
 
 @contextmanager
-def replacing(path: os.PathLike[str] | str, *, keep: bool = False) -> Iterator[Path]:
+def replacing(path: os.PathLike[str] | str, *, keep: bool = False, sync: bool = False) -> Iterator[Path]:
     """A temporary path beside ``path``, with its suffix, that takes its place if the block ends well; with ``keep``
-    only if nobody else has been quicker."""
+    only if nobody else has been quicker, with ``sync`` only once the disk has it, so that it outlives a power cut."""
     path = Path(path)
     handle, name = tempfile.mkstemp(prefix=f"{_WRITING}{path.stem[:100]}-", suffix=path.suffix, dir=path.parent)
     os.close(handle)
@@ -35,6 +35,9 @@ def replacing(path: os.PathLike[str] | str, *, keep: bool = False) -> Iterator[P
         umask = os.umask(0)
         os.umask(umask)
         temporary.chmod(0o666 & ~umask)  # mkstemp's own is for the owner alone
+        if sync:
+            with temporary.open("r+b") as file:
+                os.fsync(file.fileno())
         if not keep or not _link(temporary, path):
             temporary.replace(path)
     except BaseException:

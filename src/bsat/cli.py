@@ -611,7 +611,8 @@ def to_numbers(text: str, name: str) -> list[int]:
 
 def to_trials(text: str, budgets: Sequence[int]) -> list[int]:
     """How many trials each budget has."""
-    counts = [number for word in text.split(",") for number in to_numbers(word, "--trials")]
+    words = [word for word in text.split(",") if word.strip()] or [text]
+    counts = [number for word in words for number in to_numbers(word, "--trials")]
     if len(counts) not in (1, len(budgets)):
         raise ValueError(
             f"--trials must be one number, or one for each budget of --tokens {','.join(map(str, budgets))}; got "

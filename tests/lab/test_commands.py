@@ -59,9 +59,10 @@ def test_run_tables_figures(bsat, tmp_path):
 
 
 def test_trials_of_each_budget(bsat, tmp_path):
-    words = RUN.replace("--tokens 6 --trials 2", "--tokens 5,6,8 --trials 2,1,1").replace("bsat,uds", "uds")
+    words = RUN.replace("--tokens 6 --trials 2", "--tokens 5,6,8, --trials 2,1,1,").replace("bsat,uds", "uds")
     code, _, err = bsat(*words.split(), "--engine", "population")
     assert code == 0, err
+    assert "3 cells, 1 seeds, 2 (5 tokens) and 1 (6, 8 tokens) trials each; engine population" in err
     assert read(tmp_path / "bsat-runs").groupby("tokens").size().to_dict() == {5: 2, 6: 1, 8: 1}
     bsat("lab", "tables", "bsat-runs", "--formats", "md")
     table = (tmp_path / "bsat-runs" / "tables" / "benchmark-solar.md").read_text()
@@ -89,7 +90,8 @@ def test_json(bsat):
         ("lab run solar --seeds ,", "--seeds must name at least one"),
         ("lab run solar --trials 0", "--trials must be at least 1"),
         ("lab run solar --trials few", "--trials must be whole numbers"),
-        ("lab run solar --trials 40, --tokens 45,90", "--trials must name at least one"),
+        ("lab run solar --trials ,", "--trials must name at least one"),
+        ("lab run solar --trials 40,24, --tokens 45,90,180", "got '40,24,', which are 2"),
         ("lab run solar --trials 40,24 --tokens 45,90,180", "one for each budget of --tokens 45,90,180; got '40,24'"),
         ("lab run solar --engine slurm", "--engine must be one of"),
         ("lab run solar --device tpu", "--device must be"),

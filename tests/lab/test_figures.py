@@ -187,6 +187,16 @@ def test_no_panel_of_what_was_not_run():
     assert [[text.get_text() for text in axes.get_yticklabels()] for axes in drawn] == [["BSAT 45"], ["UDS 45"]]
 
 
+def test_every_row_of_boxes_has_numbers(tmp_path):
+    """Also if its first dataset has no runs of that budget."""
+    cells = [("etth1", "uds", 45, "lpe"), ("solar", "uds", 45, "lpe"), ("solar", "uds", 90, "lpe")]
+    figure = lab.boxes(read(make_store(tmp_path, cells)), PROTOCOL)
+    numbered = [
+        axes.get_title() for axes in figure.axes if axes.get_visible() and axes.yaxis.get_tick_params()["labelleft"]
+    ]
+    assert numbered == ["etth1, 45 tokens", "solar, 90 tokens"]
+
+
 def test_memory_is_the_median_in_mib(runs):
     axes = lab.memory(runs, PROTOCOL).axes[0]
     assert {y for line in axes.lines for y in line.get_ydata()} == {300.0}

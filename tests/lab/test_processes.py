@@ -46,6 +46,17 @@ def test_the_same_runs_as_one_after_another(tmp_path, monkeypatch):
     assert heard[-3:].count(("scored", "uds", 0)) == 2, "all of it was there"
 
 
+@pytest.mark.parametrize(("processes", "share"), [(2, 525), (3, 350), (8, 350)])
+def test_processes_share_the_memory(tmp_path, monkeypatch, processes, share):
+    """Of eight, three have something to do."""
+    engines = []
+    monkeypatch.setattr(runner, "free_memory", lambda device: 1500)
+    monkeypatch.setattr(runner, "run_side_by_side", lambda *words: engines.append(words[-1].keywords["engine"]))
+    cells = [experiment("uds", encoding) for encoding in ("lpe", "f-rope", "l-rope")]
+    run_experiments(cells, tmp_path, engine=POPULATION, device="cpu", processes=processes)
+    assert [engine.memory for engine in engines] == [share]
+
+
 def test_no_more_processes_than_asked_for_and_all_that_is_said_is_heard(tmp_path):
     groups = [[experiment("uds", "lpe", trials=n)] for n in range(1, 6)]
     heard = []

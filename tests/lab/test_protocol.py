@@ -151,6 +151,7 @@ def test_experiments_that_cannot_be(words, message):
         ({"seeds": ()}, ValueError, "`seeds` must be a list of at least one"),
         ({"seeds": 2025}, ValueError, "`seeds` must be a list of at least one"),
         ({"seeds": (1, 1)}, ValueError, "`seeds` must differ"),
+        ({"seeds": (2**63, 1)}, ValueError, r"`seeds` must be less than 2\^63; got 9223372036854775808\. Lower"),
         ({"space": ""}, ValueError, "`space` must be one of 'paper'; got ''"),
         ({"reduction": 1}, ValueError, "`reduction` must be at least 2"),
     ],

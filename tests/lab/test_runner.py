@@ -9,9 +9,11 @@ import random
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from tiny_lab import POPULATION, PROTOCOL, experiment, make_tiny, run_to_be_killed
 
 from bsat import nvrtc
@@ -166,17 +168,52 @@ def test_what_the_study_has_and_the_store_lacks_is_written_later(tmp_path, monke
     assert select(runs, 2)["test_rmse"].notna().all()
 
 
-def test_weights_that_are_gone_are_told(tmp_path, monkeypatch):
+@pytest.mark.parametrize("left", [None, b"", b"half", slice(-100)], ids=["nothing", "empty", "other", "cut"])
+def test_weights_that_are_gone_are_told(tmp_path, monkeypatch, left):
+    """Or damaged, by a power cut say; once, and never again."""
     monkeypatch.setattr(runner._Laboratory, "_score", lambda self, e: None)
     run(tmp_path, [experiment(trials=3)])
     monkeypatch.undo()
     make_tiny(monkeypatch.setitem, monkeypatch.setattr)
     kept = sorted(tmp_path.glob("weights/*.safetensors"))
     assert len(kept) == 4, "of each seed the two that may be selected"
-    kept[0].unlink()
+    if left is None:
+        kept[0].unlink()
+    else:
+        kept[0].write_bytes(kept[0].read_bytes()[left] if isinstance(left, slice) else left)
     with pytest.warns(RuntimeWarning, match=r"1 runs of solar-bsat-6.* cannot be scored.*weights are no longer"):
         run(tmp_path, [experiment(trials=3)])
     assert select(read(tmp_path), 2)["test_rmse"].notna().sum() == 3
+    assert not (tmp_path / "weights").exists()
+
+
+def test_weights_are_on_the_disk_before_they_have_their_name(tmp_path, monkeypatch):
+    weights, seen, fsync = runner._Weights(tmp_path), [], os.fsync
+    path = weights.path(experiment(), 1, 0)
+    monkeypatch.setattr(os, "fsync", lambda handle: seen.append(path.exists()) or fsync(handle))
+    weights.save(experiment(), 1, 0, {}, {"a": torch.zeros(3)})
+    assert seen == [False]
+    assert torch.equal(weights.load(experiment(), 1, 0, {})["a"], torch.zeros(3))
+
+
+def test_weights_find_their_folder_though_another_search_takes_it_away(tmp_path, monkeypatch):
+    mkdir, times = Path.mkdir, 3
+
+    def taken_away(self, *words, **choices):
+        nonlocal times
+        mkdir(self, *words, **choices)
+        if times:
+            times -= 1
+            runner._Weights(self).clear(experiment("uds"), 1)
+
+    monkeypatch.setattr(Path, "mkdir", taken_away)
+    weights = runner._Weights(tmp_path / "weights")
+    weights.save(experiment(), 1, 0, {}, {"a": torch.zeros(3)})
+    assert times == 0
+    assert weights.load(experiment(), 1, 0, {}) is not None
+    times = 1000
+    with pytest.raises(OSError, match="could not be written"):
+        runner._Weights(tmp_path / "other").save(experiment(), 1, 0, {}, {"a": torch.zeros(3)})
 
 
 def test_a_full_disk_loses_nothing(tmp_path, monkeypatch):

@@ -15,13 +15,16 @@ from unittest.mock import Mock
 import numpy as np
 import optuna
 import pytest
+import torch
 from tiny_search import ENGINES, HALVING, SAMPLER, SPACE, TRAIN, make_data, search, search_to_be_killed
 
 import bsat
-from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, read_records
+from bsat.search import Categorical, Failed, Local, Population, Real, Sampler, Space, Whole, engines, read_records
 from bsat.search.contract import Rungs
-from bsat.search.engines import train_alone
-from bsat.train.population import Halving, Trial, train_population
+from bsat.search.engines import _work, pack_up, train_alone
+from bsat.train import population
+from bsat.train.bank import Bank
+from bsat.train.population import Halving, Trained, Trial, train_population
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 KILLS = 4
@@ -158,6 +161,18 @@ def test_processes_of_a_search_that_is_killed(tmp_path):
     assert {key(r.point) for r in undisturbed.records} <= {key(r.point) for r in finished}
 
 
+@pytest.mark.parametrize(("engine", "words"), [("optuna", "in flight (1 epochs done);"), ("population", "in flight;")])
+def test_epochs_that_are_lost_are_told_where_they_are_known(tmp_path, data, engine, words):
+    def stop(progress):
+        if progress.epoch == 2:  # which is told next
+            raise KeyboardInterrupt
+
+    lost = []
+    with pytest.raises(KeyboardInterrupt):
+        search(tmp_path, engine=engine, data=data, trials=2, report=stop, lost=lost.extend)
+    assert words in str(lost[0])
+
+
 def test_what_was_lost_in_flight_is_told(tmp_path, data):
     def stop(progress):
         if progress.done == 2 and progress.epoch == 1:
@@ -232,8 +247,6 @@ class Broken:
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_trial_that_breaks_does_not_take_others_along(tmp_path, data, engine, monkeypatch):
-    from bsat.search import engines
-
     broken = Broken()
     alone, together = engines.train_alone, engines.train_population
 
@@ -256,6 +269,38 @@ def test_a_trial_that_breaks_does_not_take_others_along(tmp_path, data, engine, 
         assert r.reason == ("MemoryError: no memory for degree 2" if r.state == "failed" else "")
 
 
+def test_tokens_that_break_do_not_take_others_along(tmp_path, data, monkeypatch):
+    """Packs share them."""
+    broken, fill = Broken(), Bank.fill
+
+    def fill_or_not(self, source, index):
+        broken(Mock(tokenizer=self.sources[source][0]))
+        fill(self, source, index)
+
+    monkeypatch.setattr(Bank, "fill", fill_or_not)
+    outcome = search(tmp_path, engine="population", data=data, trials=8)
+    assert {"failed", "complete", "pruned"} == {r.state for r in outcome.records}
+    assert all((r.state == "failed") == (r.point["degree"] == 2) for r in outcome.records)
+
+
+def test_a_failed_trial_leaves_no_generation_to_chance(tmp_path, data, monkeypatch):
+    """Optuna's startup is of trials with a value: without a fourth one, all of the next generation would be random."""
+    together, batches = engines.train_population, []
+
+    def first_fails(trials, *rest, **choices):
+        batches.append(len(trials))
+        for trained in together(trials, *rest, **choices):
+            if len(batches) == 1 and trained.index == 2:
+                trained.history.epochs, trained.history.best_epoch = [], -1  # as one that diverged
+            yield trained
+
+    monkeypatch.setattr(engines, "train_population", first_fails)
+    search(tmp_path, engine="population", data=data, trials=8)
+    assert batches == [4, 1, 3]
+    learned = [any("relative" in name for name in trial.system_attrs) for trial in load(tmp_path).trials]
+    assert learned == [False] * 5 + [True] * 3
+
+
 def test_a_few_at_a_time(tmp_path, data):
     """Two processes share the work, and one that is killed takes only its own trial along."""
     killed = []
@@ -266,8 +311,16 @@ def test_a_few_at_a_time(tmp_path, data):
             os.kill(child.pid, signal.SIGKILL)
             killed.append(child.pid)
 
-    before = set(multiprocessing.active_children())
-    outcome = search(tmp_path, engine=Local(at_once=2, halving=HALVING), data=data, trials=10, report=kill_one)
+    before, states = set(multiprocessing.active_children()), []
+    outcome = search(
+        tmp_path,
+        engine=Local(at_once=2, halving=HALVING),
+        data=data,
+        trials=10,
+        report=kill_one,
+        keep=lambda _, trained: states.append(trained.state),
+    )
+    assert all(isinstance(a, torch.Tensor) for state in states for a in state.values())
     assert len(outcome.finished) == len({key(r.point) for r in outcome.finished}) == 10
     failed = [r for r in outcome.finished if r.state == "failed"]
     assert len(failed) <= 1
@@ -280,6 +333,55 @@ def test_a_few_at_a_time(tmp_path, data):
     shared = [r for r in one.records if key(r.point) in alike]
     assert len(shared) >= 3
     assert all(alike[key(r.point)] == r.history.epochs[0].val_rmse for r in shared)
+
+
+def test_a_pack_that_does_not_fit_is_halved_as_one_that_does(tmp_path, data, monkeypatch):
+    """And a trial that does not fit even alone takes no other along."""
+    begin, most, never = population._Run._begin, math.inf, None
+
+    def run_out(self):
+        if len(self.members) > most or never in [m.index for m in self.members]:
+            raise RuntimeError("CUDA out of memory")
+        begin(self)
+
+    monkeypatch.setattr(population._Run, "_begin", run_out)
+    engine = Population(startup=8, halving=HALVING)
+    ends = []
+    for most, never in [(math.inf, None), (2, None), (1, None), (math.inf, 5)]:
+        outcome = search(tmp_path, engine=engine, data=data, name=f"{most} {never}")
+        ends.append([(r.state, r.value, len(r.history.epochs) if r.history else 0) for r in outcome.records])
+    assert "pruned" in {state for state, *_ in ends[0]}
+    for other in ends[1:3]:
+        assert [(state, epochs) for state, _, epochs in ends[0]] == [(state, epochs) for state, _, epochs in other]
+        assert [value for _, value, _ in ends[0]] == pytest.approx([value for _, value, _ in other], rel=1e-5)
+    assert [number for number, (state, *_) in enumerate(ends[3]) if state == "failed"] == [5]
+    assert "pruned" in {state for state, *_ in ends[3]}
+
+
+@pytest.mark.parametrize("room", [True, False])
+def test_networks_come_from_their_processes_as_arrays(data, room):
+    """Tensors would go through /dev/shm. What cannot be sent is told."""
+    trial = SPACE.to_trial(SPACE.draw(3), bsat.BSplineTokenizer(8), train=replace(TRAIN, max_epochs=1))
+    heard, sent = [pack_up(data), (7, trial), False], []
+
+    def send(word):
+        if isinstance(word, Trained) and not room:
+            raise RuntimeError("no room")
+        sent.append(word)
+
+    def recv():
+        if not heard:
+            raise EOFError
+        return heard.pop(0)
+
+    _work(Mock(send=send, recv=recv), threads=1)
+    epoch, result = sent
+    assert epoch[0] == 7
+    if room:
+        assert result.state
+        assert all(isinstance(a, np.ndarray) for a in result.state.values())
+    else:
+        assert result == Failed(7, "RuntimeError: no room")
 
 
 def test_a_search_in_which_all_fails_gives_up(tmp_path, data):

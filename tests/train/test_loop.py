@@ -654,6 +654,7 @@ def test_a_loss_that_is_no_number_later_keeps_the_best(tmp_path, at, resume):
         ({"patience": 0}, ValueError, r"`patience` must be at least 1; got 0"),
         ({"grace": -1}, ValueError, r"`grace` must be at least 0; got -1"),
         ({"seed": -1}, ValueError, r"`seed` must be at least 0; got -1"),
+        ({"seed": 2**63}, ValueError, r"`seed` must be less than 2\^63; got 9223372036854775808"),
         ({"seed": 1.5}, TypeError, r"`seed` must be a whole number; got 1\.5"),
         ({"epoch_windows": 0}, ValueError, r"`epoch_windows` must be at least 1; got 0"),
     ],

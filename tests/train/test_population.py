@@ -15,9 +15,9 @@ from bsat import nvrtc
 from bsat.data.windows import Windows
 from bsat.model import NetworkConfig, build_network
 from bsat.model.stacked import describe
-from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, train
+from bsat.train import TokenBatches, TrainConfig, evaluate, learning_rate_factor, loop, population, train
 from bsat.train import pack as pack_module
-from bsat.train.bank import Bank
+from bsat.train.bank import Bank, highest_degree
 from bsat.train.checkpoint import Checkpoint
 from bsat.train.pack import Pack, training_bytes
 from bsat.train.population import Halving, Progress, Trial, train_population
@@ -440,13 +440,87 @@ def test_halving_after_some_have_stopped(case):
 def test_packs_are_no_larger_than_memory_allows(case):
     trials = [trial(seed=s, network={**DROPOUT, "ff_factor": 1 + s % 2}, max_epochs=1) for s in range(5)]
     each = training_bytes(pack_module.stacked.describe(build(trials[1])), 64)
+    source = trials[0].tokenizer, build(trials[0])
+    tokens = sum(Bank.size(len(windows), source, L) for windows in case.windows[:2])
     together = populate(trials, case)
-    for memory, sizes in [(2.5 * each, [1, 2]), (1, [1]), (100 * each, [5])]:
-        found = populate(trials, case, memory=int(memory))
+    for memory, sizes in [(tokens + 3 * each - 1, [1, 2]), (tokens, [1]), (1, [1]), (tokens + 100 * each, [5])]:
+        found = populate(trials, case, memory=memory)
         assert sorted({t.pack for t in found}) == sizes
         for one, two in zip(together, found, strict=True):
             check_same(one, two)
     assert [t.pack for t in together] == [5] * 5
+
+
+def seven(**choices):
+    return [trial(seed=s, network=DROPOUT, max_epochs=3, learning_rate=3.0**-s, **choices) for s in range(1, 8)]
+
+
+@pytest.mark.parametrize("epoch", [0, 1])
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_pack_that_breaks_is_split_and_nothing_else_changes(case, monkeypatch, epoch, most):
+    """Before the first rung, or behind it: all trials still meet there."""
+    together = populate(seven(), case, halving=Halving(1, 2))
+    run_epoch = Pack.run_epoch
+
+    def run(self, at):
+        if at == epoch and len(self) > most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        run_epoch(self, at)
+
+    monkeypatch.setattr(Pack, "run_epoch", run)
+    split = populate(seven(), case, halving=Halving(1, 2))
+    assert sorted(t.history.stopped for t in split) == ["halved"] * 6 + ["max_epochs"]
+    assert max(t.pack for t in split if len(t.history.epochs) > epoch) <= most
+    for one, two in zip(together, split, strict=True):
+        check_same(one, two)
+
+
+@pytest.mark.parametrize("epoch_windows", [None, 70])
+def test_a_trial_that_breaks_alone_fails_and_others_meet_at_the_rung(case, monkeypatch, epoch_windows):
+    trials = seven(epoch_windows=epoch_windows)
+    begin = population._Run._begin
+
+    def broken(self):
+        if any(m.index == 3 for m in self.members):
+            raise MemoryError("no room")
+        begin(self)
+
+    monkeypatch.setattr(population._Run, "_begin", broken)
+    failed, last = [], []
+    windows = case.windows[:2]
+    choices = {"deviation": case.deviation, "halving": Halving(1, 2)}
+    found = list(
+        train_population(
+            trials,
+            *windows,
+            **choices,
+            failed=lambda index, error: failed.append((index, str(error))),
+            report=lambda progress: last.append(progress.finished),
+        )
+    )
+    assert failed == [(3, "no room")]
+    assert sorted(t.index for t in found) == [0, 1, 2, 4, 5, 6]
+    assert sorted(t.history.stopped for t in found) == ["halved"] * 5 + ["max_epochs"]
+    assert last[-1] == 7
+    with pytest.raises(MemoryError, match="no room"):
+        list(train_population(trials, *windows, **choices))
+
+
+def test_errors_of_who_listens_split_nothing(case):
+    def report(progress):
+        raise OSError("the terminal is gone")
+
+    with pytest.raises(OSError, match="the terminal is gone"):
+        populate(seven(), case, report=report)
+
+
+@pytest.mark.parametrize("encodings", [("lpe", "l-rope"), ("f-rope", "lpe")])
+def test_packs_of_other_encodings_read_positions_of_their_own(case, encodings):
+    network = {**NO_DROPOUT, "rotary_unit": "tokens"}
+    trials = [trial(network={**network, "encoding": encoding}) for encoding in encodings]
+    for k, mixed in enumerate(populate(trials, case)):
+        (alone,) = populate([trials[k]], case)
+        check_same(mixed, alone)
 
 
 def test_larger_networks_take_more_memory():
@@ -520,12 +594,15 @@ def test_a_bank_of_drawn_windows():
 
 def test_the_size_of_a_bank_is_what_it_takes():
     case = make_case()
-    for network in ({}, {"head": "spline"}):
-        source = (case.tokenizer, make_network(case.tokenizer, **network))
-        bank = Bank(case.windows[0], [source])
-        held = [a for name, a in vars(bank).items() if isinstance(a, torch.Tensor) and name != "series"]
-        taken = sum(a.numel() * a.element_size() for a in held)
-        assert taken == pytest.approx(Bank.size(len(bank), source, L), rel=0.05)
+    splines = [bsat.BSplineTokenizer(N, degree) for degree in (1, 5, 3)]
+    for tokenizers in (splines, [bsat.PatchTokenizer(N)]):
+        for head in ("flatten", "spline"):
+            sources = [(tokenizer, make_network(tokenizer, head=head)) for tokenizer in tokenizers]
+            bank = Bank(case.windows[0], sources)
+            held = [a for name, a in vars(bank).items() if isinstance(a, torch.Tensor) and name != "series"]
+            taken = sum(a.numel() * a.element_size() for a in held)
+            degree = highest_degree(sources)
+            assert taken == sum(Bank.size(len(bank), source, L, degree) for source in sources)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

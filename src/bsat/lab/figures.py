@@ -164,6 +164,8 @@ def boxes(runs: pd.DataFrame, protocol: Protocol) -> Figure:
             axes.set_title(f"{dataset}, {tokens} tokens", fontsize=9)
         lowest.tick_params(labelbottom=True)
         lowest.xaxis.set_in_layout(lowest is panels[-1][column])  # else there is room where no panel is
+    for row in panels:
+        next(axes for axes in row if axes.get_visible()).tick_params(labelleft=True)
     figure.supylabel("test RMSE, scaled to [0, 1]", fontsize=9)
     runs_of = sorted({len(values) for values in cells.values()})
     return _finish(figure, "Error of the selected runs", protocol, f"{_range(runs_of)} runs a box")

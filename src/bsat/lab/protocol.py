@@ -77,6 +77,8 @@ class Protocol:
         seeds = tuple(sorted(to_whole(seed, "seeds", 0) for seed in self.seeds))
         if len(set(seeds)) < len(seeds):
             raise ValueError(f"`seeds` must differ from each other; got {self.seeds}. Drop the repeated ones.")
+        if seeds[-1] >= 2**63:
+            raise ValueError(f"`seeds` must be less than 2^63; got {seeds[-1]}. Lower it.")
         object.__setattr__(self, "seeds", seeds)
 
     @property

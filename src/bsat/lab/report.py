@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..progress import SearchBar
 from .protocol import Experiment
 from .runs import CELL, read, read_naive, read_protocol
-from .tables import Scores, label
+from .tables import Scores, by_budget, label
 
 if TYPE_CHECKING:
     from ..search import Engine, Interrupted, Ray
@@ -65,9 +65,10 @@ def run_with_bar(
             print(_line(folder, experiment, now - since.get(experiment, now)), flush=True)
 
     if show:
-        plan = (
-            f"{len(experiments)} cells, {len(seeds)} seeds, {experiments[0].trials} trials each; engine {engine.name}"
-        )
+        trials: dict[int, set[int]] = {}
+        for e in experiments:
+            trials.setdefault(e.tokens, set()).add(e.trials)
+        plan = f"{len(experiments)} cells, {len(seeds)} seeds, {by_budget(trials)} trials each; engine {engine.name}"
         print(f"{plan}; protocol {experiments[0].protocol.short}", file=sys.stderr)
     with bar:
         run_experiments(

@@ -13,8 +13,8 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import groupby
@@ -70,6 +70,8 @@ ENGINES = ("optuna", "population", "ray")
 CORES = 8
 """Trials at a time on a CPU, at most: each wants some 500 MiB."""
 STUDIES, WEIGHTS = "studies.db", "weights"
+RETRIES = 100
+"""Times that a folder of weights is made for one file, while other searches take it away."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,8 @@ def run_experiments(
                 laboratory.run(group)
             return Path(folder)
     assert isinstance(engine, Population)
-    engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(material.device) / processes))
+    beside = min(processes, len(groups))
+    engine = replace(engine, memory=engine.memory or int(0.7 * free_memory(material.device) / beside))
     run = partial(run_experiments, folder=folder, engine=engine, device=device, spread=spread)
     run_side_by_side(groups, processes, watcher, run)
     return Path(folder)
@@ -385,7 +388,7 @@ class _Laboratory:
                 continue
             state = self.weights.load(experiment, seed, trial, run["configuration"])
             if state is None:
-                wanting.append(f"seed {seed}, trial {trial}: its weights are no longer in {self.weights.folder}")
+                wanting.append(f"seed {seed}, trial {trial}: its weights are no longer whole in {self.weights.folder}")
                 continue
             tokenizer = tokenizer or self.material.tokenizer(experiment)
             built = self.material.search(experiment, seed, tokenizer).build(run["configuration"])
@@ -456,26 +459,41 @@ class _Weights:
         return self.folder / f"{experiment.study}-{seed}-{trial}.safetensors"
 
     def save(self, experiment: Experiment, seed: int, trial: int, point: Mapping[str, Any], state: _State) -> None:
-        path = self.path(experiment, seed, trial)
+        path, whole = self.path(experiment, seed, trial), {name: a.contiguous() for name, a in state.items()}
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with replacing(path) as temporary:
-                whole = {name: a.contiguous() for name, a in state.items()}
+            with self._file(path) as temporary:
                 save_file(whole, temporary, {"point": json.dumps(point, sort_keys=True)})
         except (OSError, SafetensorError) as error:
             raise OSError(
                 f"the weights of a run could not be written to {path}: {error}. Make room, and go on."
             ) from error
 
+    @contextmanager
+    def _file(self, path: Path) -> Iterator[Path]:
+        """A place to write to. Another search may take the folder away, until there is something in it."""
+        with ExitStack() as stack:
+            for left in reversed(range(RETRIES)):
+                try:
+                    self.folder.mkdir(parents=True, exist_ok=True)
+                    temporary = stack.enter_context(replacing(path, sync=True))
+                    break
+                except (FileNotFoundError, FileExistsError):
+                    if not left:
+                        raise
+            yield temporary
+
     def load(self, experiment: Experiment, seed: int, trial: int, point: Mapping[str, Any]) -> _State | None:
-        """None if they are gone, or another configuration's."""
+        """None if they are gone, damaged, or another configuration's."""
         path = self.path(experiment, seed, trial)
         if not path.is_file():
             return None
-        with safe_open(path, "pt") as file:
-            if (file.metadata() or {}).get("point") != json.dumps(point, sort_keys=True):
-                return None
-        return load_file(path)
+        try:
+            with safe_open(path, "pt") as file:
+                if (file.metadata() or {}).get("point") != json.dumps(point, sort_keys=True):
+                    return None
+            return load_file(path)
+        except SafetensorError:
+            return None
 
     def drop(self, experiment: Experiment, seed: int, trial: int) -> None:
         self.path(experiment, seed, trial).unlink(missing_ok=True)

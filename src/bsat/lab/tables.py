@@ -102,6 +102,14 @@ def wilcoxon(a: Any, b: Any) -> float:
     return float(_scipy_stats().wilcoxon(difference, method="asymptotic" if tied else "exact").pvalue)
 
 
+def rank_sum(a: Any, b: Any) -> float:
+    """What that test adds up: ranks by size of the differences, with their signs. Negative says that `a` is smaller,
+    whatever the sign of the median, which knows nothing of sizes."""
+    difference = np.asarray(a, dtype=np.float64) - np.asarray(b, dtype=np.float64)
+    difference = difference[difference != 0]
+    return float(np.sign(difference) @ _scipy_stats().rankdata(np.abs(difference)))
+
+
 def holm(p: Sequence[float]) -> list[float]:
     """Holm's correction: the i-th smallest of m is multiplied by m - i + 1, never falls below the one before, and stays
     at most 1. NaN is no test and does not count."""
@@ -225,6 +233,17 @@ def label(model: str, encoding: str) -> str:
     return f"{MODELS[model].label} {words}"
 
 
+def by_budget(counts: Mapping[int, set[int]]) -> str:
+    """Numbers that budgets of tokens have, in words: "200", or "40 (45 tokens) and 24 (90, 180 tokens)"."""
+    spans: dict[str, list[str]] = {}
+    for tokens, found in sorted(counts.items()):
+        span = f"{min(found)} to {max(found)}" if len(found) > 1 else str(min(found))
+        spans.setdefault(span, []).append(str(tokens))
+    if len(spans) < 2:
+        return next(iter(spans), "no")
+    return " and ".join(f"{span} ({', '.join(budgets)} tokens)" for span, budgets in spans.items())
+
+
 class Scores:
     """The test scores of the selected runs, by cell."""
 
@@ -284,13 +303,7 @@ class Scores:
             dataset, model, tokens, encoding, _ = cast("tuple[str, str, int, str, int]", cell)
             if (model, encoding) in rows and (dataset, tokens) in tasks:
                 counts.setdefault(tokens, set()).add(int(count))
-        spans: dict[str, list[str]] = {}
-        for tokens, found in sorted(counts.items()):
-            span = f"{min(found)} to {max(found)}" if len(found) > 1 else str(min(found))
-            spans.setdefault(span, []).append(str(tokens))
-        if len(spans) < 2:
-            return next(iter(spans), "no")
-        return " and ".join(f"{span} ({', '.join(budgets)} tokens)" for span, budgets in spans.items())
+        return by_budget(counts)
 
     def notes(self, rows: Sequence[Row], tasks: Sequence[tuple[str, int]]) -> list[str]:
         """The protocol, and which cells fall short of it."""
@@ -632,7 +645,7 @@ def selection_table(runs: pd.DataFrame, protocol: Protocol) -> Table | None:
                 **_named(cell, of),
                 "correlation": rank_correlation(of["val_rmse"].to_numpy(float), of["test_rmse"].to_numpy(float)),
                 "third": rank_correlation(third["val_rmse"].to_numpy(float), third["test_rmse"].to_numpy(float)),
-                "selected": float(of["test_rmse"][of["why"] == "selected"].mean()),
+                "selected": float(select(of, protocol.selection)["test_rmse"].mean()),
                 "best": float(best["test_rmse"].mean()),
                 "median": float(of["test_rmse"].median()),
             }
@@ -799,6 +812,7 @@ def _paired_table(scores: Scores, dataset: str, rivals: Sequence[tuple[Row, Row]
 
     rows, budgets = list(dict.fromkeys(row for pair in rivals for row in pair)), scores.budgets(dataset)
     records: list[dict[str, Any]] = []
+    sums: list[float] = []
     for tokens in budgets:
         for a, b in rivals:
             left, right = scores.group(dataset, a, tokens), scores.group(dataset, b, tokens)
@@ -806,6 +820,7 @@ def _paired_table(scores: Scores, dataset: str, rivals: Sequence[tuple[Row, Row]
                 continue
             pairs = pd.merge(left, right, on=["seed", "rank"], suffixes=("_a", "_b"))
             x, y = pairs["test_rmse_a"].to_numpy(float), pairs["test_rmse_b"].to_numpy(float)
+            sums.append(rank_sum(x, y))
             records.append(
                 {
                     "dataset": dataset,
@@ -826,7 +841,7 @@ def _paired_table(scores: Scores, dataset: str, rivals: Sequence[tuple[Row, Row]
         if k and r["tokens"] != records[k - 1]["tokens"]:
             rules.add(k)
         first, second = label(r["model_a"], r["encoding_a"]), label(r["model_b"], r["encoding_b"])
-        better = (first if r["difference"] < 0 else second) if r["p_holm"] < 0.05 and r["difference"] else EMPTY
+        better = (first if sums[k] < 0 else second) if r["p_holm"] < 0.05 else EMPTY
         numbers = [str(r["pairs"]), _printed("{:+.3f}", r["difference"]), _p(r["p"]), _p(r["p_holm"]), better]
         cells.append([Cell(text) for text in (first, second, str(r["tokens"]), *numbers)])
     header = ("A", "B", "tokens", "pairs", "median A - B", "p", "p (Holm)", "better at 5 %")

@@ -72,12 +72,13 @@ class Interrupted:
     point: Point
     """empty if it was not even drawn"""
     epochs: int
-    """that had been reported, and are lost"""
+    """that had been reported, and are lost; 0 also if nobody reports them, as of a population"""
 
     def __str__(self) -> str:
         if not self.point:
             return f"trial {self.number} had no point yet"
-        return f"trial {self.number} was in flight ({self.epochs} epochs done); its point is queued again"
+        done = f" ({self.epochs} epochs done)" if self.epochs else ""
+        return f"trial {self.number} was in flight{done}; its point is queued again"
 
 
 @dataclass(frozen=True)

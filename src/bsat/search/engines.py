@@ -64,8 +64,8 @@ class Desk(Listener, Protocol):
     """A search, as an engine sees it: where it gets trials, and tells of them by their numbers."""
 
     @property
-    def done(self) -> int:
-        """Trials that have finished."""
+    def scored(self) -> int:
+        """Trials that have finished with a value, of which the sampler learns."""
 
     def draw(self, count: int) -> list[tuple[int, Trial]]:
         """At most so many new trials with their numbers; none when there are no more."""
@@ -150,7 +150,7 @@ class Population:
     generation: int = 32
     halving: Halving | None = field(default_factory=Halving)
     memory: int | None = None
-    """bytes of device memory that a pack may take; by default most of what is free"""
+    """bytes of device memory that tokens and a pack may take; by default most of what is free"""
     precision: str = "float32"
     """or "bfloat16": see `train.population.train_population`"""
 
@@ -164,44 +164,50 @@ class Population:
         object.__setattr__(self, "startup", to_whole(self.startup, "startup", 1))
         object.__setattr__(self, "generation", to_whole(self.generation, "generation", 1))
 
-    def batch(self, done: int) -> int:
-        """What is missing of the startup, then a generation."""
-        return self.startup - done if done < self.startup else self.generation
+    def batch(self, scored: int) -> int:
+        """What is missing of the startup, then a generation. A failed trial tells the sampler nothing, so it does not
+        count: points are random until the startup is whole."""
+        return self.startup - scored if scored < self.startup else self.generation
 
     def run(self, data: Data, desks: Sequence[Desk]) -> Results:
         """See `Engine`."""
         while batch := [
             _Drawn(place, number, trial)
             for place, desk in enumerate(desks)
-            for number, trial in desk.draw(self.batch(desk.done))
+            for number, trial in desk.draw(self.batch(desk.scored))
         ]:
             yield from self._run_batch(batch, data, desks)
 
     def _run_batch(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Results:
-        """If it breaks, what is left of it is trained one by one, to find out whose fault it was."""
+        """If it breaks as a whole, what is left of it is trained in halves, which meet at their rungs; and so on, until
+        it is known whose fault it was."""
         left = {drawn.key: drawn for drawn in batch}
         try:
-            for place, trained in self._train(batch, data, desks):
-                del left[place, trained.index]
-                yield place, trained
+            for place, result in self._train(batch, data, desks):
+                del left[place, result.index]
+                yield place, result
+            return
         except Exception as error:
-            if len(left) == 1:
-                ((place, number),) = left
-                yield place, Failed(number, explain(error))
+            if len(batch) == 1:
+                yield batch[0].place, Failed(batch[0].number, explain(error))
                 return
-        for drawn in left.values():
-            try:
-                yield from self._train([drawn], data, desks)
-            except Exception as error:
-                yield drawn.place, Failed(drawn.number, explain(error))
+        some = list(left.values())
+        middle = (len(some) + 1) // 2
+        for part in (some[:middle], some[middle:]):
+            if part:
+                yield from self._run_batch(part, data, desks)
 
-    def _train(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Iterator[tuple[int, Trained]]:
+    def _train(self, batch: list[_Drawn], data: Data, desks: Sequence[Desk]) -> Iterator[tuple[int, Trained | Failed]]:
         places = list(dict.fromkeys(drawn.place for drawn in batch))
+        broken: list[tuple[int, Failed]] = []
 
         def report(progress: Progress) -> None:
             with _listening():
                 for place in places:
                     desks[place].alive(progress.epoch + 1)
+
+        def fail(index: int, error: Exception) -> None:
+            broken.append((batch[index].place, Failed(batch[index].number, explain(error))))
 
         for trained in train_population(
             [drawn.trial for drawn in batch],
@@ -213,10 +219,12 @@ class Population:
             precision=self.precision,
             memory=self.memory,
             report=report,
+            failed=fail,
         ):
             drawn = batch[trained.index]
             trained.index = drawn.number
             yield drawn.place, trained
+        yield from broken
 
 
 @dataclass(frozen=True)
@@ -349,10 +357,13 @@ class _Worker:
     def hear(self) -> Any:
         """Its next word: an epoch, or what came of the trial."""
         try:
-            return self.line.recv()
+            word = self.line.recv()
         except (EOFError, OSError):
             self.process.join()
             return Failed(self.number, f"its process ended with exit code {self.process.exitcode}")
+        if isinstance(word, Trained):
+            word.state = {name: torch.from_numpy(a) for name, a in word.state.items()}
+        return word
 
 
 class _Line:
@@ -393,14 +404,16 @@ def _work(line: Any, threads: int) -> None:
         while True:
             number, trial = line.recv()
             try:
-                result: Trained | Failed = train_alone(number, trial, data, _Line(line))
+                result: Any = train_alone(number, trial, data, _Line(line))
+                result.state = {name: a.numpy() for name, a in result.state.items()}
+                line.send(result)
             except Exception as error:
-                result = Failed(number, explain(error))
-            line.send(result)
+                line.send(Failed(number, explain(error)))
 
 
 def pack_up(data: Data) -> tuple[Any, ...]:
-    """As numpy arrays: torch's own way to send tensors wants the sender to live."""
+    """As numpy arrays: torch's own way to send tensors wants the sender to live, and room in /dev/shm, of which a
+    container may have little."""
     folds = [
         (w.series.cpu().numpy(), w.starts.cpu().numpy(), w.rows.cpu().numpy(), w.lookback, w.horizon, w.gaps)
         for w in (data.train, data.val)

@@ -358,8 +358,8 @@ class _Desk:
         self._asked: dict[int, Any] = {}
 
     @property
-    def done(self) -> int:
-        return self.tally.done
+    def scored(self) -> int:
+        return self.tally.done - self.tally.failed
 
     def open(self) -> None:
         """Take up what is there."""
@@ -379,7 +379,7 @@ class _Desk:
     def draw(self, count: int) -> list[tuple[int, Trial]]:
         drawn: list[tuple[int, Trial]] = []
         while asked := self.book.ask(
-            min(count - len(drawn), self.search.trials - self.done - len(self._asked)), self.engine
+            min(count - len(drawn), self.search.trials - self.tally.done - len(self._asked)), self.engine
         ):
             for trial, point in asked:
                 self._asked[trial.number] = trial

@@ -6,7 +6,7 @@ window's level and spread, targets are compared in those units, and errors are s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +22,11 @@ from .batches import CHUNK, make_inputs, tokenize
 Source = tuple[Tokenizer, Network]
 """Whose tokens, and a network that tells how they are normalised, in what positions are counted, and whether its head
 needs the knots."""
+
+
+def highest_degree(sources: Iterable[Source]) -> int:
+    """Of their splines; 0 if there are none."""
+    return max(getattr(tokenizer, "degree", 0) for tokenizer, _ in sources)
 
 
 class Bank:
@@ -58,7 +63,7 @@ class Bank:
         self.first: Tensor | None = None
         self.weights: Tensor | None = None
         if network.head.needs_knots:
-            width = max(tokenizer.degree for tokenizer, _ in self.sources) + 1  # type: ignore[attr-defined]
+            width = highest_degree(self.sources) + 1
             self.first = new(K, W, n, dtype=torch.int32).zero_()
             self.weights = new(K, W, n, width).zero_()
 
@@ -71,13 +76,14 @@ class Bank:
         return self.count
 
     @staticmethod
-    def size(windows: int, source: Source, lookback: int) -> int:
-        """Bytes that so many windows of one source take."""
+    def size(windows: int, source: Source, lookback: int, degree: int | None = None) -> int:
+        """Bytes that so many windows of one source take, in a bank whose highest degree this is."""
         tokenizer, network = source
-        numbers = tokenizer.n_tokens * (len(tokenizer.level_features(lookback)) + 1) + 4
+        n, positions = tokenizer.n_tokens, windows if tokenizer.adaptive else 1
+        numbers = n * len(tokenizer.level_features(lookback)) + 4
         if network.head.needs_knots:
-            numbers += tokenizer.n_tokens * (tokenizer.degree + 2)  # type: ignore[attr-defined]
-        return 4 * windows * numbers
+            numbers += n * ((highest_degree([source]) if degree is None else degree) + 2)
+        return 4 * (windows * numbers + positions * n)
 
     @torch.no_grad()
     def fill(self, source: int, index: Tensor) -> None:

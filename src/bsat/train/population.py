@@ -2,7 +2,7 @@
 
 Configurations of one shape form a pack and are trained side by side (`pack`). With successive halving, all go as far as
 a rung, the better part goes on to the next, and packs shrink. A network trained in a pack is the network it would have
-been alone.
+been alone. So a pack that breaks, for want of memory say, is split and begun anew, and only what breaks alone fails.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..model.fused import PRECISIONS, takes_brief
 from ..model.stacked import Shape, describe
 from ..tokens import Tokenizer
 from ..tokens.door import check_choice, to_whole
-from .bank import Bank, Source
+from .bank import Bank, Source, highest_degree
 from .pack import Marks, Pack, free_memory, training_bytes
 from .schedule import learning_rate_factor
 from .settings import Epoch, History, TrainConfig, finished
@@ -128,6 +128,7 @@ def train_population(
     precision: str = "float32",
     memory: int | None = None,
     report: Callable[[Progress], None] | None = None,
+    failed: Callable[[int, Exception], None] | None = None,
 ) -> Iterator[Trained]:
     """Train every trial and yield each as it finishes.
 
@@ -139,8 +140,10 @@ def train_population(
         rivals: a name for each trial; at a rung, only trials of one name are compared. By default all are.
         precision: "float32", or "bfloat16" to keep activations in 16 bits: several times as fast for wide networks. A
             warning tells which networks cannot have it, and train in float32.
-        memory: bytes of device memory that a pack may take; by default most of what is free.
+        memory: bytes of device memory that tokens and a pack may take; by default most of what is free.
         report: called after every epoch of a pack.
+        failed: called with the index of a trial that cannot be trained even alone, and why, and the others go on; by
+            default the error is raised.
     """
     if not trials:
         raise ValueError("`trials` must hold at least one trial; got none.")
@@ -155,8 +158,9 @@ def train_population(
     progress = Progress(len(trials))
     banks = _Banks(members, train_windows, val_windows)
     if memory is None:
-        memory = int(0.7 * free_memory(train_windows.series.device)) - banks.size()
-    parts = [part for group in groups for part in _split(group, members, train_windows, memory, brief)]
+        memory = int(0.7 * free_memory(train_windows.series.device))
+    room = memory - banks.size()
+    parts = [part for group in groups for part in _split(group, members, train_windows, room, brief)]
     packs = [_Run(part, banks, deviation, precision) for part in parts]
     del members, groups, parts
 
@@ -166,12 +170,24 @@ def train_population(
             yield trained
 
     for rung in [*rungs, None]:
-        for run in packs:
-            if not run.members:
+        waiting, packs = packs, []
+        while waiting:
+            run = waiting.pop(0)
+            try:
+                for done in run.train_until(rung, progress, report):
+                    yield from note(done)
+            except _BrokenError as broken:
+                if len(run.members) == 1:
+                    (error,) = broken.args
+                    if failed is None:
+                        raise error from error.__cause__
+                    failed(run.members[0].index, error)
+                    progress.finished += 1
+                    del error  # its traceback holds what the pack held
+                waiting[:0] = run.halves()
                 continue
-            for done in run.train_until(rung, progress, report):
-                yield from note(done)
             run.rest()
+            packs.append(run)
         if rung is not None and halving is not None:
             marks: dict[Hashable, dict[int, float]] = {}
             for member in (m for run in packs for m in run.members):
@@ -185,15 +201,10 @@ def train_population(
 
 def _gather(trials: Sequence[Trial], windows: Windows, val_windows: Windows) -> tuple[list[_Member], list[list[int]]]:
     """Build the networks, and say which may be trained together."""
-    device = windows.series.device
     members: list[_Member] = []
     groups: dict[object, list[int]] = {}
     for index, trial in enumerate(trials):
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(trial.train.seed)
-            network = build_network(
-                trial.network, trial.tokenizer, lookback=windows.lookback, horizon=windows.horizon
-            ).to(device)
+        network = _build(trial, windows)
         shape = describe(network)
         assert shape is not None
         members.append(_Member(index, trial, network, shape))
@@ -201,6 +212,13 @@ def _gather(trials: Sequence[Trial], windows: Windows, val_windows: Windows) -> 
         alike = replace(shape, feed=0), trial.train.batch_size, trial.tokenizer.adaptive, windows_read
         groups.setdefault(alike, []).append(index)
     return members, list(groups.values())
+
+
+def _build(trial: Trial, windows: Windows) -> Network:
+    with torch.random.fork_rng([]):
+        torch.default_generator.manual_seed(trial.train.seed)
+        network = build_network(trial.network, trial.tokenizer, lookback=windows.lookback, horizon=windows.horizon)
+    return network.to(windows.series.device)
 
 
 def _find_brief(members: Sequence[_Member], device: torch.device) -> set[int]:
@@ -222,12 +240,13 @@ def _split(
 ) -> Iterator[list[_Member]]:
     """Packs that fit. Those with feed-forward parts of a width come together, so that little is padded."""
     some = sorted((members[i] for i in group), key=lambda m: m.shape.feed)
+    degree = highest_degree((m.trial.tokenizer, m.network) for m in some if m.network is not None)
     while some:
         trial = some[-1].trial
         each = training_bytes(some[-1].shape, trial.train.batch_size, brief=some[-1].index in brief)
         drawn, network = _drawn(trial, windows), some[-1].network
         if drawn is not None and network is not None:  # tokens of its own
-            each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback)
+            each += Bank.size(drawn, (trial.tokenizer, network), windows.lookback, degree)
         room = max(1, memory // each)
         count = math.ceil(len(some) / math.ceil(len(some) / room))
         yield some[:count]
@@ -257,29 +276,35 @@ class _Banks:
 
     @staticmethod
     def _key(member: _Member) -> object:
-        tokenizer = member.trial.tokenizer
-        network = member.trial.network
-        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), network.norm, network.rotary_unit
+        tokenizer, network = member.trial.tokenizer, member.trial.network
+        unit = network.rotary_unit if "rope" in network.encoding else None
+        return repr(tokenizer), getattr(tokenizer, "clip_factor_", None), network.norm, unit
 
     def size(self) -> int:
         """Bytes that all banks will take, but for windows that are drawn anew."""
         train_windows, total = self.windows[0], 0
         for kind, sources in self._sources.items():
             drawn, validate = kind[-1]
-            count = validate + (0 if drawn else len(train_windows))
-            total += sum(Bank.size(count, source, train_windows.lookback) for source in sources.values())
+            every, degree = sources.values(), highest_degree(sources.values())
+            for count in (validate, 0 if drawn else len(train_windows)):
+                total += sum(Bank.size(count, source, train_windows.lookback, degree) for source in every if count)
         return total
+
+    def shared(self, member: _Member) -> tuple[Bank | None, Bank]:
+        """What all of its kind read."""
+        kind = self._kind(member)
+        if kind not in self._kept:
+            (train_windows, val_windows), every = self.windows, list(self._sources[kind].values())
+            validate = val_windows.some(member.trial.train.epoch_windows)
+            train = None if _drawn(member.trial, train_windows) else Bank(train_windows, every)
+            self._kept[kind] = train, Bank(validate, every)
+        return self._kept[kind]
 
     def of(self, members: Sequence[_Member]) -> tuple[Bank, Bank, list[int], list[int]]:
         """Train bank, validation bank, and each member's source in either."""
-        train_windows, val_windows = self.windows
-        kind, most = self._kind(members[0]), _drawn(members[0].trial, train_windows)
-        sources = self._sources[kind]
-        if kind not in self._kept:
-            every = list(sources.values())
-            validate = val_windows.some(members[0].trial.train.epoch_windows)
-            self._kept[kind] = None if most else Bank(train_windows, every), Bank(validate, every)
-        train, val = self._kept[kind]
+        train_windows, most = self.windows[0], _drawn(members[0].trial, self.windows[0])
+        sources = self._sources[self._kind(members[0])]
+        train, val = self.shared(members[0])
         own = [list(sources).index(self._key(member)) for member in members]
         if train is None:  # everyone draws windows of their own
             each = [(m.trial.tokenizer, m.network) for m in members if m.network is not None]
@@ -291,6 +316,10 @@ def _drawn(trial: Trial, windows: Windows) -> int | None:
     """How many windows an epoch draws; None if it takes all."""
     most = trial.train.epoch_windows
     return most if most is not None and most < len(windows) else None
+
+
+class _BrokenError(Exception):
+    """A pack cannot be trained; with the error."""
 
 
 class _Run:
@@ -307,16 +336,13 @@ class _Run:
     ) -> Iterator[list[Trained]]:
         """Go on to an epoch, or to the end; yields those that stop on the way."""
         began = time.perf_counter()
-        if self.pack is None:
-            self._begin()
-        pack = self.pack
-        assert pack is not None
-        if pack.device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(pack.device)
+        self.banks.shared(self.members[0])  # if they break, it is not the pack
         while self.members and (rung is None or len(self.members[0].history.epochs) < rung):
             epoch = len(self.members[0].history.epochs)
-            pack.run_epoch(epoch)
-            marks = pack.evaluate()
+            try:
+                pack, marks = self._run_epoch(epoch)
+            except Exception as error:
+                raise _BrokenError(error) from error
             now = time.perf_counter()
             share, began = (now - began) / len(self.members), now
             stopped = self._record(pack, epoch, marks, share)
@@ -328,6 +354,13 @@ class _Run:
                 report(progress)
             began = time.perf_counter()  # what the caller did meanwhile is not ours
 
+    def _run_epoch(self, epoch: int) -> tuple[Pack, Marks]:
+        if self.pack is None:
+            self._begin()
+        assert self.pack is not None
+        self.pack.run_epoch(epoch)
+        return self.pack, self.pack.evaluate()
+
     def _begin(self) -> None:
         banks = self.banks.of(self.members)
         networks = [m.network for m in self.members if m.network is not None]
@@ -335,6 +368,8 @@ class _Run:
         self.pack = Pack(networks, configs, *banks, deviation=self.deviation, precision=self.precision)
         for member in self.members:
             member.beside = len(self.members)
+        if self.pack.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.pack.device)
 
     def _record(self, pack: Pack, epoch: int, marks: Marks, seconds: float) -> list[_Member]:
         """Add the epoch to the histories; returns who stops."""
@@ -379,6 +414,17 @@ class _Run:
         if not self.members:
             self.pack = None
         return out
+
+    def halves(self) -> list[_Run]:
+        """Two packs, which begin anew, for one that broke; none if it had one member."""
+        self.pack = None
+        if len(self.members) == 1:
+            return []
+        for member in self.members:
+            member.history, member.network = History(), member.network or _build(member.trial, self.banks.windows[0])
+        middle = (len(self.members) + 1) // 2
+        parts = self.members[:middle], self.members[middle:]
+        return [_Run(part, self.banks, self.deviation, self.precision) for part in parts]
 
     def rest(self) -> None:
         """Others will train now: give back what can be made again."""

@@ -43,6 +43,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         for name, least in (("batch_size", 1), ("max_epochs", 1), ("patience", 1), ("grace", 0), ("seed", 0)):
             object.__setattr__(self, name, to_whole(getattr(self, name), name, least))
+        if self.seed >= 2**63:
+            raise ValueError(f"`seed` must be less than 2^63; got {self.seed}. Lower it.")
         object.__setattr__(self, "deterministic", bool(self.deterministic))
         if self.epoch_windows is not None:
             object.__setattr__(self, "epoch_windows", to_whole(self.epoch_windows, "epoch_windows", 1))
