@@ -159,7 +159,7 @@ def train_population(
     banks = _Banks(members, train_windows, val_windows)
     if memory is None:
         memory = int(0.7 * free_memory(train_windows.series.device))
-    room = memory - banks.size()
+    room = max(memory - banks.size(), memory // 2)  # where tokens take more, packs of one would be slow for nothing
     parts = [part for group in groups for part in _split(group, members, train_windows, room, brief)]
     packs = [_Run(part, banks, deviation, precision) for part in parts]
     del members, groups, parts
