@@ -112,8 +112,8 @@ def test_mistakes(bsat, tmp_path, words, message):
 
 
 def test_a_store_of_another_protocol(bsat):
-    assert bsat(*RUN.split())[0] == 0
-    code, _, err = bsat(*RUN.replace("--epochs 2", "--epochs 3").split())
+    assert bsat(*RUN.split(), "--engine", "population")[0] == 0
+    code, _, err = bsat(*RUN.replace("--epochs 2", "--epochs 3").split(), "--engine", "population")
     assert code == 2
     assert "max_epochs 2 instead of 3" in err
     assert "writable" not in err
