@@ -1159,6 +1159,7 @@ def test_folds_too_short_for_a_window_are_refused():
         ({"horizon": 2.5}, TypeError, "`horizon` must be a whole number"),
         ({"horizon": True}, TypeError, "`horizon` must be a whole number"),
         ({"lookback": 1}, ValueError, "`lookback` must be at least 2"),
+        ({"target_col": 1}, TypeError, "`target_col` must be the name of a column, or a list of them; got 1"),
         ({"lookback": 10}, ValueError, "`n_tokens` must lie strictly between .* and the window's length = 10; got 10"),
         ({"tokenizer": PatchTokenizer(11)}, ValueError, "`n_tokens` must divide the window's length = 48; got 11"),
         ({"tokenizer": "bspline"}, TypeError, "`tokenizer` must be one of BSplineTokenizer, .*; got 'bspline'"),

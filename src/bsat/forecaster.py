@@ -139,7 +139,9 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         if not isinstance(target_col, str) and not (
             isinstance(target_col, Sequence) and all(isinstance(name, str) for name in target_col)
         ):
-            raise TypeError(f"`target_col` must be the name of a column, or a list of them; got {target_col!r}.")
+            raise TypeError(
+                f"`target_col` must be the name of a column, or a list of them; got {target_col!r}. Pass e.g. 'y'."
+            )
         self.target_col = target_col if isinstance(target_col, str) else list(target_col)
         taken = {"channel", "cutoff", "y", tokenizer.label} & {id_col, time_col}
         if taken:
