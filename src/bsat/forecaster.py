@@ -307,10 +307,10 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
 
     def _without_short(self, panel: Panel) -> Panel:
         """What `fit` can take windows from."""
-        sum_ = "lookback + horizon"
-        return self._long_enough(panel, self.lookback + self.horizon, "", "Shorten `lookback` or `horizon`", sum_)
+        need = self.lookback + self.horizon
+        return self._long_enough(panel, need, "lookback + horizon", "Shorten `lookback` or `horizon`")
 
-    def _long_enough(self, panel: Panel, need: int, what: str, way: str, sum_: str = "lookback") -> Panel:
+    def _long_enough(self, panel: Panel, need: int, sum_: str, way: str, what: str = "") -> Panel:
         """The series with `need` samples or more; if others are not to be dropped, or all are short, an error."""
         short = panel.lengths < need
         if not short.any():
@@ -319,7 +319,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         names += ", ..." if short.sum() > 3 else ""
         if not self.drop_short or short.all():
             raise ValueError(
-                f"every series must have {sum_} = {need} samples or more{what and ' '}{what}; {int(short.sum())} of "
+                f"every series must have {sum_} = {need} samples or more{what}; {int(short.sum())} of "
                 f"{len(panel)} have fewer: {names}. {way}{'.' if short.all() else ', or pass drop_short=True.'}"
             )
         note = f"left out {int(short.sum())} series shorter than {need} samples: {names}."
@@ -420,7 +420,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             return self._frame(self._kind, self._tail, self._intervals(self._ready(self._tail), levels))
         kind = kind_of(df)
         panel = self._to_panel(df, self.freq_)
-        panel = self._long_enough(panel, self.lookback, "to be forecast", "Pass more of its past")
+        panel = self._long_enough(panel, self.lookback, "lookback", "Pass more of its past", " to be forecast")
         return self._frame(kind, panel, self._intervals(self._ready(panel), levels))
 
     def _ready(self, panel: Panel) -> Panel:
@@ -446,10 +446,10 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
     def _intervals(self, panel: Panel, levels: Sequence[float]) -> dict[str, np.ndarray]:
         """Column -> (R, H), in the data's unit, from the last `lookback` samples of every row."""
         L = self.lookback
-        windows = panel.values[(panel.offsets[1:, None] - L) + np.arange(L)]
+        tail = panel.tail(L)
         mean, deviation = self._scaling(panel)
-        scaled = (windows - mean[:, None]) / deviation[:, None]
-        check_size(scaled.ravel(), panel.tail(L))
+        scaled = (tail.values.reshape(-1, L) - mean[:, None]) / deviation[:, None]
+        check_size(scaled.ravel(), tail)
         # Rounded as in training: a rounding error in a sample moves knots by its p-th root, so the same tokens matter.
         scaled = scaled.astype(np.float32).astype(np.float64)
         self._check_observed(panel, scaled)
@@ -591,9 +591,9 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
         panel = self._long_enough(
             self._to_panel(df, getattr(self, "freq_", self.freq)),
             self.lookback + self.horizon + step * (n_windows - 1),
-            f"for `n_windows` = {n_windows} cutoffs {step} apart",
-            "Lower `n_windows` or `step`",
             "lookback + horizon + step (n_windows - 1)",
+            "Lower `n_windows` or `step`",
+            f" for `n_windows` = {n_windows} cutoffs {step} apart",
         )
         cuts = panel.lengths - self.horizon - step * np.arange(n_windows - 1, -1, -1)[:, None]  # (n_windows, R)
         model = None if refit else self._unspoiled(panel, cuts[0])

@@ -215,7 +215,7 @@ def _largest(panel: Panel, edges: np.ndarray, scaled: np.ndarray) -> np.ndarray:
 
 def check_size(scaled: np.ndarray, panel: Panel) -> None:
     """Refuse samples so far off that the network could not compute with them: fill values, most of the time."""
-    if np.nanmax(np.abs(scaled), initial=0.0) <= FARTHEST:
+    if max(-np.nanmin(scaled, initial=0.0), np.nanmax(scaled, initial=0.0)) <= FARTHEST:
         return
     worst = int(np.nanargmax(np.abs(scaled)))
     row = int(np.searchsorted(panel.offsets, worst, side="right")) - 1
