@@ -3,13 +3,16 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# Python compiles a module when it is first imported, and keeps that: most of those that torch and others bring along
+# never are, and compiling them all would take a minute of the installation.
+export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo test lint format clean
 
 demo: $(STAMP)
 	$(BIN)/bsat demo
 
-# Files in their own order: the slow ones of the laboratory come early, and nobody waits for them at the end.
+# In the order of tests/conftest.py.
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -24,7 +27,7 @@ format: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile -c constraints.txt -e ".[dev]"
 	touch $@
 
 clean:

@@ -12,6 +12,12 @@ from bsat.cli import main
 torch.set_num_threads(1)
 
 L = 240
+SLOW = ("test_runner.py", "test_cluster.py", "test_study.py", "test_population.py")
+
+
+def pytest_collection_modifyitems(items):
+    """Slow files come first, so that no process waits for another's at the end."""
+    items.sort(key=lambda item: item.path.name not in SLOW)
 
 
 def make_signals(length: int = L, count: int = 3, seed: int = 7) -> dict[str, np.ndarray]:

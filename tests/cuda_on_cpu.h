@@ -32,8 +32,6 @@
 #define __shared__ static __attribute__((section("shared_memory")))
 #define __forceinline__ inline
 #define __noinline__
-#define __align__(n) __attribute__((aligned(n)))
-#define __threadfence() ((void)0)
 #define __launch_bounds__(...)
 #define __align__(bytes) __attribute__((aligned(bytes)))
 #define __threadfence() ((void)0)

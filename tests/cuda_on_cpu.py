@@ -96,7 +96,9 @@ def _compile(path: Path, constants: tuple) -> Path:
     compiler, header = _prepare()
     defines = [f"-D{name}={value}" for name, value in constants]
     # Without a name, nothing in the source is shared with other libraries, nor in a section that only others share.
-    lines = [f'#include "{header}"', "namespace {", f'#include "{path}"', "}"]
+    # Constants come after the header: with one defined before it, what was compiled beforehand cannot be used.
+    words = [f"#define {name} {value}" for name, value in constants]
+    lines = [f'#include "{header}"', *words, "namespace {", f'#include "{path}"', "}"]
     for name in _kernels(compiler, path, defines):
         lines += [
             f'extern "C" int run_{name}(const unsigned* s, void** a) {{ return cuda_on_cpu::run({name}, s, a); }}',
@@ -106,7 +108,7 @@ def _compile(path: Path, constants: tuple) -> Path:
     source = header.parent / f"{path.stem}-{key}.cpp"
     source.write_text("\n".join(lines) + "\n")
     library = source.with_suffix(".so")
-    answer = _call(compiler, *OPTIONS, *defines, "-shared", "-Wl,-Bsymbolic", "-o", library, source)
+    answer = _call(compiler, *OPTIONS, "-shared", "-Wl,-Bsymbolic", "-o", library, source)
     assert answer.returncode == 0, f"{path.name} does not compile with {dict(constants)}:\n{answer.stderr}"
     return library
 

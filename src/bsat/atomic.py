@@ -13,6 +13,12 @@ from pathlib import Path
 _WRITING = ".bsat-writing-"
 
 
+def whole(folder: Path, pattern: str) -> list[Path]:
+    """The files of a folder by a pattern of their names, in order; not those that someone is writing or left half
+    written, which `Path.glob` finds as well."""
+    return sorted(path for path in folder.glob(pattern) if not path.name.startswith(_WRITING))
+
+
 def leftovers(folder: Path, stem: str = "", *, age: float = 0) -> Iterator[Path]:
     """What killed writers of files whose names begin with ``stem`` left in a folder, never read by anyone: those that
     nobody has touched for ``age`` seconds, as a younger one may be someone's work."""

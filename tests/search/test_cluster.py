@@ -19,6 +19,7 @@ from unittest.mock import Mock
 import pytest
 from tiny_search import HALVING, SPACE, make_data, make_search, search
 
+from bsat.atomic import replacing
 from bsat.search import Categorical, Local, Real, Watch
 from bsat.search.cluster import MAX_FAILURES, Paused, Ray, _Desk, _Ledger, read_trials, run_on_ray
 from bsat.search.engines import train_alone
@@ -167,8 +168,9 @@ def data():
 
 
 def contents(folder, name="tiny"):
-    """What is written of each trial."""
-    return {int(path.stem): json.loads(path.read_text()) for path in sorted((folder / name / "trials").glob("*.json"))}
+    """What is written of each trial; others may be on their way to the disk."""
+    paths = sorted((folder / name / "trials").glob("[0-9]*.json"))
+    return {int(path.stem): json.loads(path.read_text()) for path in paths}
 
 
 def test_a_node_dies_and_the_search_ends_with_all_its_trials(tmp_path, cluster, data):
@@ -311,6 +313,21 @@ def test_a_trial_whose_worker_dies_comes_again_but_not_for_ever(tmp_path):
     (record,) = ledger.records()
     assert (record.state, record.reason) == ("failed", "its worker died 4 times; Ray's account is in error.txt")
     assert desk.done == 1
+
+
+def test_a_trial_half_written_is_none_and_goes_with_the_next_search(tmp_path):
+    """Of a driver that is writing, or was killed while it wrote."""
+    ledger = _Ledger(tmp_path, {})
+    ledger.draw(0, SPACE.draw(1))
+    with replacing(ledger.path(1)) as temporary:
+        temporary.write_text('{"number": 1, "sta')
+        half = shutil.copy(temporary, f"{temporary.with_suffix('')}-killed.json")
+        assert [r.number for r in _Ledger(tmp_path).records()] == [0]
+    ledger.path(1).unlink()
+    assert [r.number for r in _Ledger(tmp_path).records()] == [0]
+    assert Path(half).exists(), "who only reads leaves it: it may be someone's work"
+    assert [r.number for r in _Ledger(tmp_path, {}).records()] == [0]
+    assert [path.name for path in ledger.trials.iterdir()] == ["0000.json"]
 
 
 def test_a_search_goes_on_only_as_it_began(tmp_path, data):

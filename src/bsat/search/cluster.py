@@ -44,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..atomic import replacing
+from ..atomic import leftovers, replacing, whole
 from ..tokens.door import to_whole
 from ..train import Epoch, History
 from ..train.checkpoint import NAME, Checkpoint
@@ -172,9 +172,11 @@ class _Ledger:
 
     def __init__(self, folder: Path, about: dict[str, Any] | None = None) -> None:
         self.folder, self.trials = folder, folder / "trials"
-        if about is not None:
+        if about is not None:  # who searches is alone here
             self._check(about)
             self.trials.mkdir(exist_ok=True)
+            for left in (*leftovers(folder), *leftovers(self.trials)):
+                left.unlink(missing_ok=True)
         self.about = about
 
     def _check(self, about: dict[str, Any]) -> None:
@@ -222,7 +224,7 @@ class _Ledger:
 
     def records(self) -> list[Record]:
         """All, by their numbers."""
-        return sorted((_to_record(_read(path)) for path in self.trials.glob("*.json")), key=lambda r: r.number)
+        return sorted((_to_record(_read(path)) for path in whole(self.trials, "*.json")), key=lambda r: r.number)
 
 
 def _write(path: Path, content: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic import leftovers, replacing
+from ..atomic import leftovers, replacing, whole
 from .door import to_numpy
 
 FORMAT = 1
@@ -83,7 +83,7 @@ class TokenCache:
     def files(self) -> Iterator[tuple[Path, int]]:
         """The token files and their sizes in bytes."""
         if self.folder.is_dir():
-            for path in sorted(self.folder.glob(f"*{SUFFIX}")):
+            for path in whole(self.folder, f"*{SUFFIX}"):
                 with suppress(FileNotFoundError):  # another process may be clearing
                     yield path, path.stat().st_size
 
