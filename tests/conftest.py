@@ -1,6 +1,8 @@
 """What the tests share: signals like those of real series, signals made to hurt, and the command line."""
 
+import resource
 import sys
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -39,6 +41,17 @@ def make_signals(length: int = L, count: int = 3, seed: int = 7) -> dict[str, np
 
 
 SIGNALS = make_signals()
+
+
+@contextmanager
+def full_disk(left):
+    """No file can grow beyond so many bytes."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (left, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 
 from bsat import BSplineTokenizer, Forecaster, __version__
 from bsat.cli import main
+from bsat.train import loop
 from conftest import make_signals
 from small import make_long
 
@@ -230,6 +231,25 @@ def test_a_killed_training_is_resumed(bsat, load, tmp_path):
     assert not state.exists()
     resumed, never = (Forecaster.load(tmp_path / name) for name in ("model", "whole"))
     pd.testing.assert_frame_equal(resumed.predict(level=[80]), never.predict(level=[80]), check_exact=True)
+
+
+def test_a_training_whose_model_was_not_saved_is_not_done_again(bsat, load, tmp_path, monkeypatch):
+    """Stopped after its last epoch, while it is scored."""
+    words = ["fit", "load.csv", "--out", "model", *SMALL]
+
+    def press(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Forecaster, "_calibrate", press)
+    assert bsat(*words)[0] == 130
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    code, _, err = bsat(*words)
+    assert code == 2
+    assert "is a training whose model was not saved. Go on with --resume, or delete that file." in err
+    monkeypatch.setattr(loop._Plain, "run_epoch", press)  # nothing is trained any more
+    assert bsat(*words, "--resume")[0] == 0
+    assert not (tmp_path / "model" / "training.safetensors").exists()
 
 
 def test_the_way_out_is_told_as_an_option(bsat, tmp_path):

@@ -13,6 +13,7 @@ from pandas.testing import assert_frame_equal
 
 import bsat.forecaster
 from bsat import BSplineTokenizer, DownsampleTokenizer, Forecaster, PatchTokenizer
+from bsat.atomic import alone
 from bsat.conformal import FLOOR, half_widths
 from bsat.data.windows import Windows
 from bsat.progress import TrainingBar
@@ -701,6 +702,20 @@ def test_an_unfinished_training_is_not_thrown_away(frame, tmp_path, interrupt, m
         make_forecaster(max_epochs=3).fit(frame, checkpoint=tmp_path)
     assert make_forecaster(max_epochs=3).fit(frame, checkpoint=tmp_path, resume=True).scores_["test"] is not None
     make_forecaster(max_epochs=1).fit(frame, checkpoint=tmp_path)  # a finished one makes room
+
+
+def test_two_trainings_do_not_share_a_folder(frame, tmp_path):
+    told = pytest.raises(BlockingIOError, match=r"training in .* is being worked on by another process")
+    with alone(tmp_path / "training.safetensors", "training"), told:  # as another process does while it trains
+        make_forecaster().fit(frame, checkpoint=tmp_path)
+    make_forecaster().fit(frame, checkpoint=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["training.safetensors"]
+
+
+def test_what_a_killed_training_was_writing_goes_with_the_next(frame, tmp_path):
+    (tmp_path / ".bsat-writing-training-1.safetensors").write_text("half")
+    make_forecaster().fit(frame, checkpoint=tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["training.safetensors"]
 
 
 def test_resuming_nothing_is_told(frame, tmp_path, capsys):

@@ -1,8 +1,10 @@
 """A forecaster's folder: what is saved is what is loaded, and nothing else is."""
 
 import json
+import os
 import pickle
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -15,8 +17,9 @@ import torch
 from pandas.testing import assert_frame_equal
 from safetensors.torch import load_file, save_file
 
-from bsat import BSplineTokenizer, DownsampleTokenizer, Forecaster, PatchTokenizer
+from bsat import BSplineTokenizer, DownsampleTokenizer, Forecaster, PatchTokenizer, storage
 from bsat.storage import CONFIG, TENSORS, _digest
+from conftest import full_disk
 from small import L, make_forecaster, make_long, make_values, weights_of
 
 FILES = [CONFIG, TENSORS]
@@ -60,7 +63,7 @@ def rewrite(folder, tensors=None, **changes):
     if tensors is not None:
         save_file(tensors, folder / TENSORS)
     config = json.loads((folder / CONFIG).read_text())
-    config["files"][TENSORS] = _digest(folder / TENSORS)
+    config["files"][TENSORS] = _digest((folder / TENSORS).read_bytes())
     (folder / CONFIG).write_text(json.dumps({**config, **changes}))
 
 
@@ -209,7 +212,7 @@ def test_the_config_is_plain_json(original):
     config = json.loads((original / CONFIG).read_text(encoding="utf-8"), parse_constant=refuse)
     assert config["format"] == 1
     assert config["tokenizer"] == {"kind": "BSplineTokenizer", "params": BSplineTokenizer(10).get_params()}
-    assert config["files"] == {TENSORS: _digest(original / TENSORS)}
+    assert config["files"] == {TENSORS: _digest((original / TENSORS).read_bytes())}
     assert config["series"]["ids"] == ["a", "b"]
 
 
@@ -225,18 +228,64 @@ def test_a_file_is_not_a_place_for_a_model(fitted, tmp_path):
     assert names_in(tmp_path) == ["model"]
 
 
-def test_a_full_disk_leaves_the_older_model_whole(fitted, saved, monkeypatch):
+def test_a_full_disk_leaves_the_older_model_whole(fitted, saved):
     other = make_forecaster(seed=5).fit(make_long(c=300))
-
-    def fail(tensors, path):
-        Path(path).write_bytes(b"half of it")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("safetensors.torch.save_file", fail)
-    with pytest.raises(OSError, match="No space"):
+    with full_disk(1000), pytest.raises(OSError, match=r"[Tt]oo large"):
         other.save(saved)
     assert names_in(saved) == FILES
     assert_same(load(saved).predict(), fitted.predict())
+
+
+def test_a_reader_never_mixes_two_models(fitted, saved, tmp_path, monkeypatch):
+    """Another process saves over the folder while this one reads it: at any moment it is the one or the other."""
+    other = make_forecaster(seed=5).fit(make_long(c=300))
+    first, inside = storage._read_config, []
+
+    def interrupted(folder, links):
+        config = first(folder, links)
+        if not inside:
+            inside.append(1)
+            other.save(saved)  # config read, tensors not yet
+        return config
+
+    monkeypatch.setattr(storage, "_read_config", interrupted)
+    assert_same(load(saved).predict(), other.predict())
+    digest, calls = storage._digest, []
+
+    def late(content):
+        if not calls:
+            calls.append(1)
+            fitted.save(saved)  # both read, the checksum not yet compared
+        return digest(content)
+
+    monkeypatch.setattr(storage, "_digest", late)
+    assert_same(load(saved).predict(), other.predict())
+    assert_same(load(saved).predict(), fitted.predict())
+
+
+def test_an_interrupt_between_the_two_files_comes_after_both(saved, monkeypatch):
+    other = make_forecaster(seed=5).fit(make_long(c=300))
+    rename = Path.replace
+
+    def press(self, target):
+        rename(self, target)
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(Path, "replace", press)
+    with pytest.raises(KeyboardInterrupt):
+        other.save(saved)
+    monkeypatch.undo()
+    assert names_in(saved) == FILES
+    assert_same(load(saved).predict(), other.predict())
+
+
+def test_what_killed_writers_left_goes_in_time(fitted, saved):
+    old, young = saved / ".bsat-writing-model-1.safetensors", saved / ".bsat-writing-config-2.json"
+    for path in (old, young):
+        path.write_text("half")
+    os.utime(old, (0, 0))
+    fitted.save(saved)
+    assert names_in(saved) == sorted([*FILES, young.name])
 
 
 def test_a_config_that_cannot_be_written_leaves_the_older_model_whole(fitted, saved):
@@ -336,7 +385,7 @@ def test_pickles_are_refused_unread(saved, tmp_path, protocol, vouched):
 @pytest.mark.parametrize("beside", [True, False])
 def test_a_config_that_names_files_elsewhere_is_refused(saved, tmp_path, name, beside):
     shutil.copy(saved / TENSORS, tmp_path / "evil.safetensors")
-    digest = _digest(saved / TENSORS)
+    digest = _digest((saved / TENSORS).read_bytes())
     rewrite(saved, files={name: digest, TENSORS: digest} if beside else {name: digest})
     with pytest.raises(ValueError, match="which is not inside the folder" if beside else "does not vouch for"):
         load(saved)

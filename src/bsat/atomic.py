@@ -1,14 +1,22 @@
-"""Files appear whole or not at all."""
+"""Files appear whole or not at all, and what must not be done twice is done by one process at a time."""
 
 from __future__ import annotations
 
+import errno
 import os
-import tempfile
+import secrets
+import signal
+import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from glob import escape
+from importlib import import_module
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 _WRITING = ".bsat-writing-"
 
@@ -22,7 +30,7 @@ def whole(folder: Path, pattern: str) -> list[Path]:
 def leftovers(folder: Path, stem: str = "", *, age: float = 0) -> Iterator[Path]:
     """What killed writers of files whose names begin with ``stem`` left in a folder, never read by anyone: those that
     nobody has touched for ``age`` seconds, as a younger one may be someone's work."""
-    for path in folder.glob(f"{_WRITING}{escape(stem)}*"):
+    for path in folder.glob(f"{_WRITING}{escape(_cut(stem))}*"):
         with suppress(FileNotFoundError):  # another process may be clearing
             if time.time() - path.stat().st_mtime >= age:
                 yield path
@@ -33,14 +41,10 @@ def replacing(path: os.PathLike[str] | str, *, keep: bool = False, sync: bool = 
     """A temporary path beside ``path``, with its suffix, that takes its place if the block ends well; with ``keep``
     only if nobody else has been quicker, with ``sync`` only once the disk has it, so that it outlives a power cut."""
     path = Path(path)
-    handle, name = tempfile.mkstemp(prefix=f"{_WRITING}{path.stem[:100]}-", suffix=path.suffix, dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = path.with_name(f"{_WRITING}{_cut(path.stem)}-{secrets.token_hex(6)}{path.suffix}")
+    temporary.touch(exist_ok=False)  # with the permissions of any new file, which `tempfile` would not give
     try:
         yield temporary
-        umask = os.umask(0)
-        os.umask(umask)
-        temporary.chmod(0o666 & ~umask)  # mkstemp's own is for the owner alone
         if sync:
             with temporary.open("r+b") as file:
                 os.fsync(file.fileno())
@@ -49,6 +53,38 @@ def replacing(path: os.PathLike[str] | str, *, keep: bool = False, sync: bool = 
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """All torch tensors or all arrays, as safetensors. A full disk is an OSError here, as of any other file."""
+    from safetensors import SafetensorError
+
+    kind = "numpy" if all(isinstance(a, np.ndarray) for a in tensors.values()) else "torch"
+    try:
+        import_module(f"safetensors.{kind}").save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"{error}, at {path.parent}") from error
+
+
+@contextmanager
+def later_interrupt() -> Iterator[None]:
+    """A Ctrl-C in here comes at the end: what must be done whole is."""
+    if threading.current_thread() is not threading.main_thread():  # which alone hears of it
+        yield
+        return
+    heard: list[Any] = []
+    before = signal.signal(signal.SIGINT, lambda *args: heard.append(args))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard and callable(before):
+        before(*heard[0])
+
+
+def _cut(stem: str) -> str:
+    """What of a name fits into another one, in the bytes that a file system counts."""
+    return os.fsencode(stem)[:150].decode(errors="ignore")
 
 
 def _link(temporary: Path, path: Path) -> bool:
@@ -61,3 +97,37 @@ def _link(temporary: Path, path: Path) -> bool:
         return False
     temporary.unlink()
     return True
+
+
+@contextmanager
+def alone(path: Path, name: str) -> Iterator[None]:
+    """One process at a time works on what has this name, so whatever is under way when another begins has lost its
+    process. The lock is a file beside the path, which goes with its last owner."""
+    if sys.platform == "win32":
+        yield
+        return
+    import fcntl
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.parent / f".{path.name}.{name}.lock"
+    while True:
+        with lock.open("ab") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise BlockingIOError(
+                    f"{name} in {path.parent} is being worked on by another process. Wait for it."
+                ) from None
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                    raise
+            try:
+                if lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
+                    continue  # its last owner has just taken it away
+            except FileNotFoundError:
+                continue
+            try:
+                yield
+            finally:
+                lock.unlink(missing_ok=True)
+            return

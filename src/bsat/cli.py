@@ -190,9 +190,13 @@ def fit(
     """Train on a file; save the model, its scores and a picture into a folder."""
     from .report import draw_last_window, format_scores, scores_dict
     from .storage import check_target
-    from .train.checkpoint import clear_checkpoint
+    from .train.checkpoint import NAME, clear_checkpoint
 
     check_target(folder)
+    if not resume and (folder / NAME).exists():  # of a finished one, too: it went when its model was saved
+        raise ValueError(
+            f"{folder / NAME} is a training whose model was not saved. Go on with --resume, or delete that file."
+        )
     forecaster, table = make_forecaster(file, ctx.params)
     forecaster.fit(table, checkpoint=folder, resume=resume)
     forecaster.save(folder)

@@ -10,6 +10,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +22,7 @@ from huggingface_hub import ModelHubMixin
 from torch import Tensor
 
 from . import storage
+from .atomic import alone
 from .conformal import MOST, check_levels, half_widths, local_deviation, sorted_scores
 from .data import season_of
 from .data.columns import kind_of, make_frame
@@ -36,7 +38,7 @@ from .tokens import TOKENIZERS, BSplineTokenizer, Tokenizer
 from .tokens.door import check_choice, check_finite, to_array, to_numpy, to_whole
 from .train import History, Scores, TokenBatches, TrainConfig, evaluate, evaluate_beside_naive, predict, train
 from .train.batches import bytes_per_window, fit_tokenizer, keeps_tokens, make_inputs, run, tokenize
-from .train.checkpoint import Checkpoint
+from .train.checkpoint import NAME, Checkpoint
 from .train.device import find_device
 from .train.loop import captured_tokens
 from .train.pack import training_bytes
@@ -254,12 +256,7 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
                     raise
                 warnings.warn(f"this forecaster cannot be saved: {error}", stacklevel=stack_level())
                 break
-        if checkpoint is not None:
-            Path(checkpoint).mkdir(parents=True, exist_ok=True)
-            state = Checkpoint(checkpoint, self._fingerprint(panel, folds, tokenizer), resume=resume)
-            if resume and not state.path.exists():
-                self._say(f"nothing to resume in {checkpoint}: starting anew")
-        elif resume:
+        if resume and checkpoint is None:
             raise ValueError("`resume` needs the folder of the training to go on with; pass it as `checkpoint`.")
         bar = TrainingBar(
             epoch_steps(len(train_windows), self.train_config),
@@ -267,7 +264,13 @@ class Forecaster(ModelHubMixin, library_name="bsat", tags=["time-series-forecast
             label=self.name,
             show=self.verbose,
         )
-        with bar:
+        with ExitStack() as held:
+            if checkpoint is not None:
+                held.enter_context(alone(Path(checkpoint) / NAME, "training"))
+                state = Checkpoint(checkpoint, self._fingerprint(panel, folds, tokenizer), resume=resume)
+                if resume and not state.path.exists():
+                    self._say(f"nothing to resume in {checkpoint}: starting anew")
+            held.enter_context(bar)
             history = train(
                 network,
                 train_set,

@@ -5,24 +5,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from .atomic import replacing
+from .atomic import later_interrupt, leftovers, replacing, save_tensors
 
 FORMAT = 1
 """Raise it when older releases could not read the folder any more."""
+
+READS = 4
+"""Times that a folder is read: another process may be saving a model over it, and be between its two files."""
 
 CONFIG, TENSORS = "config.json", "model.safetensors"
 
 
 def write_folder(folder: os.PathLike[str] | str, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Both files are whole before either takes its place. Should the machine die between the two renames, the one does
-    not vouch for the other, and the folder is refused rather than misread."""
-    from safetensors.torch import save_file
-
+    not vouch for the other, and the folder is refused rather than misread; Ctrl-C waits until both are done."""
     folder = Path(folder)
     check_target(folder)
     from . import __version__
@@ -30,9 +32,11 @@ def write_folder(folder: os.PathLike[str] | str, config: dict[str, Any], tensors
     json.dumps(config, allow_nan=False)  # what cannot be written is told before anything is
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {name: a.detach().cpu().contiguous() for name, a in tensors.items()}
-    with replacing(folder / TENSORS) as new_tensors, replacing(folder / CONFIG) as new_config:
-        save_file(tensors, new_tensors)
-        whole = {"format": FORMAT, "bsat": __version__, **config, "files": {TENSORS: _digest(new_tensors)}}
+    for left in (*leftovers(folder, Path(TENSORS).stem, age=3600), *leftovers(folder, Path(CONFIG).stem, age=3600)):
+        left.unlink(missing_ok=True)
+    with later_interrupt(), replacing(folder / TENSORS) as new_tensors, replacing(folder / CONFIG) as new_config:
+        save_tensors(tensors, new_tensors)
+        whole = {"format": FORMAT, "bsat": __version__, **config, "files": {TENSORS: _digest(new_tensors.read_bytes())}}
         new_config.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -58,6 +62,26 @@ def read_folder(folder: os.PathLike[str] | str, *, links: bool = False) -> tuple
         links: follow symbolic links out of the folder, as the cache of huggingface_hub needs.
     """
     folder = Path(folder)
+    for _ in range(READS):
+        config, path, content = _read_both(folder, links)
+        if _digest(content) == config["files"][TENSORS]:
+            break
+        time.sleep(0.05)
+    else:
+        raise ValueError(
+            f"{path} is not the file that was saved: its checksum differs from {CONFIG}'s. It is cut short, damaged or "
+            f"was changed. Copy the folder again."
+        )
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        return config, load(content)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is not a safetensors file: {error}. Refused.") from error
+
+
+def _read_both(folder: Path, links: bool) -> tuple[dict[str, Any], Path, bytes]:
     config = _read_config(folder, links)
     files = config.get("files")
     if not isinstance(files, dict) or TENSORS not in files:
@@ -68,24 +92,12 @@ def read_folder(folder: os.PathLike[str] | str, *, links: bool = False) -> tuple
         if not isinstance(name, str) or name != Path(name).name or name in ("", ".", "..") or "\\" in name:
             raise ValueError(f"{folder / CONFIG} names the file {name!r}, which is not inside the folder. Refused.")
     path = _inside(folder, TENSORS, links)
-    with path.open("rb") as file:
-        head = file.read(9)
-    if head[:1] == b"\x80" or head[:2] == b"PK":
+    content = path.read_bytes()
+    if content[:1] == b"\x80" or content[:2] == b"PK":
         raise ValueError(
             f"{path} is a pickle (or a zip, as torch.save writes), not safetensors. Refused: pickles run code."
         )
-    if _digest(path) != files[TENSORS]:
-        raise ValueError(
-            f"{path} is not the file that was saved: its checksum differs from {CONFIG}'s. It is cut short, damaged or "
-            f"was changed. Copy the folder again."
-        )
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    try:
-        return config, load_file(path)
-    except SafetensorError as error:
-        raise ValueError(f"{path} is not a safetensors file: {error}. Refused.") from error
+    return config, path, content
 
 
 def _read_config(folder: Path, links: bool) -> dict[str, Any]:
@@ -117,6 +129,5 @@ def _inside(folder: Path, name: str, links: bool) -> Path:
     return path
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
+def _digest(content: bytes) -> str:
+    return "sha256:" + hashlib.sha256(content).hexdigest()

@@ -1,9 +1,11 @@
 """The store of runs, and what may happen to it."""
 
 import errno
+import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,8 +18,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bsat.lab import Experiment, Protocol, Run, Store, StoreError, read, read_protocol, select
-from bsat.lab.runs import KEY, decode, encode, pack
+from bsat.lab import Experiment, Protocol, Run, Store, StoreError, read, read_protocol, runs, select
+from bsat.lab.runs import KEY, decode, encode, pack, write_naive
 from bsat.train.settings import Epoch, History
 
 PROTOCOL = Protocol(max_epochs=4, seeds=(2025, 2026))
@@ -199,7 +201,8 @@ def test_what_json_does_not_know(tmp_path):
 # ---- torn and damaged lines ------------------------------------------------------------------------------------------
 
 
-def test_a_line_torn_anywhere_is_passed_over(tmp_path):
+def test_a_line_torn_anywhere_is_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs.time, "sleep", lambda seconds: None)
     with Store(tmp_path, PROTOCOL) as store:
         store.add(make_run(0))
         store.add(make_run(1))
@@ -212,6 +215,17 @@ def test_a_line_torn_anywhere_is_passed_over(tmp_path):
             assert read(tmp_path)["trial"].tolist() == [0]
     path.write_bytes(content)
     assert read(tmp_path)["trial"].tolist() == [0, 1]
+
+
+def test_a_line_that_is_being_written_is_waited_for(tmp_path, monkeypatch):
+    with Store(tmp_path, PROTOCOL) as store:
+        store.add(make_run(0))
+        store.add(make_run(1))
+    (path,) = tmp_path.glob("runs-*.jsonl")
+    content = path.read_bytes()
+    path.write_bytes(content[:-20])
+    monkeypatch.setattr(runs.time, "sleep", lambda seconds: path.write_bytes(content))
+    assert read(tmp_path)["trial"].tolist() == [0, 1]  # and no warning
 
 
 def test_no_changed_byte_goes_unseen():
@@ -248,6 +262,36 @@ def test_a_packed_store(tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(StoreError, match=r"runs-packed.jsonl.xz cannot be read: "):
             read(tmp_path / "small")
+
+
+@pytest.mark.parametrize("renamed", [0, 1, 2])
+def test_packing_that_was_killed_can_be_done_again(tmp_path, monkeypatch, renamed):
+    """After so many files."""
+    with Store(tmp_path / "whole", PROTOCOL) as store:
+        store.add(make_run(0))
+    write_naive(tmp_path / "whole", PROTOCOL, "etth1", {"last value": TEST})
+    rename, count = Path.replace, itertools.count()
+
+    def be_killed(self, target):
+        if next(count) == renamed:
+            shutil.copy(self, self.with_name(f"{self.name}-killed"))
+            raise SystemExit
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "replace", be_killed)
+    with pytest.raises(SystemExit):
+        pack(tmp_path / "whole", tmp_path / "small")
+    monkeypatch.undo()
+    assert len(list((tmp_path / "small").iterdir())) == renamed + 1
+    pack(tmp_path / "whole", tmp_path / "small")
+    assert sorted(path.name.split("-")[0] for path in (tmp_path / "small").iterdir()) == [
+        "naive",
+        "protocol.json",
+        "runs",
+    ]
+    assert len(read(tmp_path / "small")) == 1
+    with pytest.raises(StoreError, match="must be a new or empty folder"):
+        pack(tmp_path / "whole", tmp_path / "small")
 
 
 def test_after_a_torn_line_others_go_on(tmp_path):

@@ -21,10 +21,12 @@ from tiny_search import HALVING, SPACE, make_data, make_search, search
 
 from bsat.atomic import replacing
 from bsat.search import Categorical, Local, Real, Watch
-from bsat.search.cluster import MAX_FAILURES, Paused, Ray, _Desk, _Ledger, read_trials, run_on_ray
-from bsat.search.engines import train_alone
+from bsat.search import cluster as cluster_module
+from bsat.search.cluster import MAX_FAILURES, Paused, Ray, _Desk, _Ledger, _train_on_node, read_trials, run_on_ray
+from bsat.search.engines import pack_up, train_alone
 from bsat.train import TrainConfig
 from bsat.train.population import Halving
+from conftest import full_disk
 
 LONG = TrainConfig(batch_size=16, max_epochs=40, patience=40, grace=2)
 """Trials of a second or two."""
@@ -325,9 +327,28 @@ def test_a_trial_half_written_is_none_and_goes_with_the_next_search(tmp_path):
         assert [r.number for r in _Ledger(tmp_path).records()] == [0]
     ledger.path(1).unlink()
     assert [r.number for r in _Ledger(tmp_path).records()] == [0]
-    assert Path(half).exists(), "who only reads leaves it: it may be someone's work"
+    assert [r.number for r in _Ledger(tmp_path, {}).records()] == [0]
+    assert Path(half).exists(), "it may be someone's work"
+    os.utime(half, (0, 0))
     assert [r.number for r in _Ledger(tmp_path, {}).records()] == [0]
     assert [path.name for path in ledger.trials.iterdir()] == ["0000.json"]
+
+
+def test_a_full_disk_on_a_node_ends_the_search_and_no_trial_has_failed(tmp_path, data, monkeypatch):
+    told, tune, ray = [], Mock(), Mock()
+    tune.report = told.append
+    ray.get_runtime_context().get_node_id.return_value = "node"
+    monkeypatch.setattr(cluster_module, "import_ray", lambda part="": tune if part else ray)
+    ledger, chosen, point = _Ledger(tmp_path, {"all": 1}), make_search(), SPACE.draw(1)
+    ledger.draw(0, point)
+    packed = pack_up(data)
+    with full_disk(2000):
+        _train_on_node({**point, "number": 0}, packed=packed, search=chosen, ledger=ledger, threads=1)
+    (last,) = told
+    assert last["reason"] == ""
+    with pytest.raises(RuntimeError, match=r"training\.safetensors cannot be written: .*Make room, and go on"):
+        _Desk(ledger, chosen, Ray(), Watch()).finish(0, point, last)
+    assert [(r.state, r.finished) for r in ledger.records()] == [("running", False)]
 
 
 def test_a_search_goes_on_only_as_it_began(tmp_path, data):

@@ -43,8 +43,8 @@ def run_side_by_side(groups: Groups, count: int, watcher: Watcher, run: Callable
         while waiting or workers:
             while waiting and len(workers) < count:
                 worker = _Worker(context, run, min(count, len(groups)))
-                worker.begin(waiting.pop(0))
                 workers[worker.line] = worker
+                worker.begin(waiting.pop(0))
             for line in multiprocessing.connection.wait(list(workers)):
                 kind, content = workers[line].hear()
                 if kind == "error":
@@ -61,6 +61,7 @@ def run_side_by_side(groups: Groups, count: int, watcher: Watcher, run: Callable
     finally:
         for worker in workers.values():
             worker.process.kill()
+        for worker in workers.values():
             worker.process.join()
 
 
@@ -69,7 +70,8 @@ class _Worker:
 
     def __init__(self, context: Any, run: Callable[..., object], beside: int) -> None:
         self.line, other = context.Pipe()
-        self.process = context.Process(target=_work, args=(other, run, max(1, count_cores() // beside)))
+        threads = max(1, count_cores() // beside)
+        self.process = context.Process(target=_work, args=(other, run, threads), daemon=True)
         with uninterrupted():
             self.process.start()
         other.close()  # so that its end is noticed

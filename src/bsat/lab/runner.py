@@ -23,11 +23,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from .. import nvrtc
-from ..atomic import leftovers, replacing
+from ..atomic import alone, leftovers, replacing, save_tensors
 from ..data import catalog
 from ..data.folds import fold_edges
 from ..data.frames import to_panel
@@ -49,7 +49,7 @@ from ..search import (
     run_searches,
 )
 from ..search.cluster import import_ray
-from ..search.contract import alone, import_optuna
+from ..search.contract import import_optuna
 from ..search.study import read_search
 from ..tokens import Tokenizer
 from ..tokens.door import check_choice, to_whole
@@ -462,8 +462,8 @@ class _Weights:
         path, whole = self.path(experiment, seed, trial), {name: a.contiguous() for name, a in state.items()}
         try:
             with self._file(path) as temporary:
-                save_file(whole, temporary, {"point": json.dumps(point, sort_keys=True)})
-        except (OSError, SafetensorError) as error:
+                save_tensors(whole, temporary, {"point": json.dumps(point, sort_keys=True)})
+        except OSError as error:
             raise OSError(
                 f"the weights of a run could not be written to {path}: {error}. Make room, and go on."
             ) from error

@@ -27,6 +27,7 @@ import re
 import secrets
 import tempfile
 import threading
+import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -37,7 +38,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..atomic import replacing
+from ..atomic import leftovers, replacing
 from ..tokens.door import check_choice, to_whole
 from .protocol import SHORT, Experiment, Protocol
 
@@ -524,7 +525,11 @@ def _records(folder: Path, protocol: Protocol, curves: bool) -> Iterator[dict[st
     for path in sorted(path for pattern in PATTERNS for path in folder.glob(pattern)):
         try:
             content = path.read_bytes()
-            content = lzma.decompress(content) if path.suffix == ".xz" else content
+            if path.suffix == ".xz":
+                content = lzma.decompress(content)
+            elif content and not content.endswith(b"\n"):  # its writer may be at it
+                time.sleep(0.05)
+                content = path.read_bytes()
         except FileNotFoundError:  # its writer wrote nothing, and took it along just now
             continue
         except (OSError, lzma.LZMAError) as error:
@@ -604,7 +609,8 @@ def pack(folder: os.PathLike[str] | str, out: os.PathLike[str] | str) -> Path:
     runs only, of the others the last bases; tables and figures are the same. Returns the file."""
     folder, out = Path(folder), Path(out)
     protocol = read_protocol(folder)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    beside = (folder / PROTOCOL_FILE, *sorted(folder.glob(naive_path(folder, "*").name)))
+    if out.exists() and (not out.is_dir() or not _is_begun(out, beside)):
         raise StoreError(f"{out} must be a new or empty folder; it is not. Name another one.")
     chosen = select(read(folder, protocol, curves=False), protocol.selection)
     selected = set(zip(*(chosen[name] for name in KEY), strict=True))
@@ -615,11 +621,22 @@ def pack(folder: os.PathLike[str] | str, out: os.PathLike[str] | str) -> Path:
             record |= {"curve": {}, "bases": record["bases"][-1:]}
         lines.append((tuple(record[name] for name in KEY), record["kind"] != "trial", encode(record)))
     out.mkdir(parents=True, exist_ok=True)
+    for path in beside:
+        with replacing(out / path.name) as temporary:
+            temporary.write_bytes(path.read_bytes())
     target = out / "runs-packed.jsonl.xz"
     with replacing(target) as temporary:
         content = b"".join(line for *_, line in sorted(lines))
         temporary.write_bytes(lzma.compress(content, preset=9 | lzma.PRESET_EXTREME))
-    for path in (folder / PROTOCOL_FILE, *sorted(folder.glob(naive_path(folder, "*").name))):
-        with replacing(out / path.name) as temporary:
-            temporary.write_bytes(path.read_bytes())
+    for left in leftovers(out):
+        left.unlink(missing_ok=True)
     return target
+
+
+def _is_begun(out: Path, beside: Sequence[Path]) -> bool:
+    """Whether a folder holds nothing, or what a `pack` of the same store left that was killed before its end."""
+    known = {path.name: path for path in beside}
+    return all(
+        path.name in known and path.read_bytes() == known[path.name].read_bytes()
+        for path in set(out.iterdir()) - set(leftovers(out))
+    )

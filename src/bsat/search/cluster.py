@@ -44,13 +44,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..atomic import leftovers, replacing, whole
+from ..atomic import alone, leftovers, replacing, whole
 from ..tokens.door import to_whole
 from ..train import Epoch, History
 from ..train.checkpoint import NAME, Checkpoint
 from ..train.population import Halving, Trained, Trial
 from ..train.settings import finished
-from .contract import Interrupted, Outcome, Record, Search, Tally, Watch, alone, import_optuna
+from .contract import Interrupted, Outcome, Record, Search, Tally, Watch, import_optuna
 from .engines import Data, explain, pack_up, train_alone, unpack, value_of
 from .space import Point
 
@@ -172,10 +172,10 @@ class _Ledger:
 
     def __init__(self, folder: Path, about: dict[str, Any] | None = None) -> None:
         self.folder, self.trials = folder, folder / "trials"
-        if about is not None:  # who searches is alone here
+        if about is not None:
             self._check(about)
             self.trials.mkdir(exist_ok=True)
-            for left in (*leftovers(folder), *leftovers(self.trials)):
+            for left in (*leftovers(folder, age=3600), *leftovers(self.trials, age=3600)):
                 left.unlink(missing_ok=True)
         self.about = about
 
@@ -637,8 +637,14 @@ def _train_on_node(
         reporter = _Reporter(ledger.training(number), ledger.fingerprint(number, point), trial, tell)
         if train_alone(number, trial, data, _Alone(), reporter).history.best_epoch < 0:
             tell(**{REASON: f"diverged in its first epoch, at learning_rate = {point['learning_rate']:g}"})
+    except _UnwrittenError as error:
+        tell(**{UNREACHABLE: str(error)})
     except Exception as error:
         tell(**{REASON: explain(error)})
+
+
+class _UnwrittenError(Exception):
+    """The disk is full, or gone: nothing that a trial could be blamed for."""
 
 
 class _Reporter(Checkpoint):
@@ -653,7 +659,10 @@ class _Reporter(Checkpoint):
         self, network: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], history: dict[str, Any]
     ) -> None:
         """See `Checkpoint`."""
-        super().save(network, optimizer, best, history)
+        try:
+            super().save(network, optimizer, best, history)
+        except OSError as error:
+            raise _UnwrittenError(f"{self.path} cannot be written: {error}. Make room, and go on.") from error
         seen = History.from_dict(history)
         if not seen.stopped and finished(seen, self.trial.train):
             return  # the last epoch is told with its end, which comes right after

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import math
-import os
-import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -303,37 +298,3 @@ class Rungs:
         rivals = self.values[epochs]
         rivals.append(best)
         return best > sorted(rivals)[max(0, len(rivals) // self.halving.reduction - 1)]
-
-
-@contextmanager
-def alone(path: Path, name: str) -> Iterator[None]:
-    """One process at a time works on what has this name, so whatever is under way when another begins has lost its
-    process. The lock is a file beside the path, which goes with its last owner."""
-    if sys.platform == "win32":
-        yield
-        return
-    import fcntl
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = path.parent / f".{path.name}.{name}.lock"
-    while True:
-        with lock.open("ab") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise BlockingIOError(
-                    f"{name} in {path.parent} is being worked on by another process. Wait for it."
-                ) from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                    raise
-            try:
-                if lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                    continue  # its last owner has just taken it away
-            except FileNotFoundError:
-                continue
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-            return

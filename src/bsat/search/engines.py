@@ -329,6 +329,7 @@ def _run_processes(count: int, data: Data, desk: Desk) -> Generator[Trained | Fa
     finally:
         for worker in [*idle, *busy.values()]:
             worker.process.kill()
+        for worker in [*idle, *busy.values()]:
             worker.process.join()
 
 
@@ -341,8 +342,12 @@ class _Worker:
         self.process = context.Process(target=_work, args=(other, threads), daemon=True)
         with uninterrupted():
             self.process.start()
-        other.close()  # so that its end is noticed
-        self.answer(pack_up(data))
+        try:
+            other.close()  # so that its end is noticed
+            self.answer(pack_up(data))
+        except BaseException:  # Ctrl-C, while nobody knows of it yet
+            self.process.kill()
+            raise
 
     def begin(self, number: int, trial: Trial) -> None:
         """Let it train."""

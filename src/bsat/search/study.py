@@ -16,11 +16,11 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ..atomic import replacing
+from ..atomic import alone, replacing
 from ..train import Epoch, History
 from ..train.population import Trained, Trial
 from .cluster import Ray, read_trials, run_on_ray
-from .contract import Interrupted, Outcome, Record, Rungs, Search, Tally, Watch, alone, import_optuna
+from .contract import Interrupted, Outcome, Record, Rungs, Search, Tally, Watch, import_optuna
 from .engines import Data, Engine, Failed, Local, UnheardError, explain, value_of
 from .space import Point
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ..atomic import leftovers, replacing, whole
+from ..atomic import leftovers, replacing, save_tensors, whole
 from .door import to_numpy
 
 FORMAT = 1
@@ -72,13 +72,15 @@ class TokenCache:
             return None
 
     def store(self, key: str, arrays: dict[str, np.ndarray]) -> None:
-        """Write them, whole or not at all."""
-        from safetensors.numpy import save_file
-
+        """Write them, whole or not at all: a warning, if they cannot be."""
         arrays = {name: np.ascontiguousarray(a) for name, a in arrays.items()}
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with replacing(self.folder / (key + SUFFIX)) as temporary:
-            save_file(arrays, temporary, metadata={"checksum": _checksum(arrays)})
+        path = self.folder / (key + SUFFIX)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with replacing(path) as temporary:
+                save_tensors(arrays, temporary, {"checksum": _checksum(arrays)})
+        except OSError as error:
+            warnings.warn(f"{path} cannot be written ({error}); its tokens are not kept.", RuntimeWarning, stacklevel=4)
 
     def files(self) -> Iterator[tuple[Path, int]]:
         """The token files and their sizes in bytes."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..atomic import replacing
+from ..atomic import leftovers, replacing, save_tensors
 
 NAME = "training.safetensors"
 
@@ -32,6 +32,8 @@ class Checkpoint:
             raise ValueError(
                 f"{self.path} is a training that was not finished. Resume it, or delete that file to start anew."
             )
+        for left in leftovers(self.path.parent, self.path.stem):  # of whoever was killed here
+            left.unlink(missing_ok=True)
 
     def _unfinished(self) -> bool:
         """Whether there is a training whose end has not come; what cannot be read is none."""
@@ -49,8 +51,6 @@ class Checkpoint:
         self, network: nn.Module, optimizer: torch.optim.Optimizer, best: dict[str, Tensor], history: dict[str, Any]
     ) -> None:
         """Whole or not at all."""
-        from safetensors.torch import save_file
-
         tensors = {f"now.{name}": a for name, a in network.state_dict().items()}
         tensors |= {f"best.{name}": a for name, a in best.items()}
         for i, state in optimizer.state_dict()["state"].items():
@@ -58,7 +58,7 @@ class Checkpoint:
         tensors = {name: a.detach().cpu().contiguous().clone() for name, a in tensors.items()}
         meta = {"fingerprint": self.fingerprint, "history": json.dumps(history)}
         with replacing(self.path) as temporary:
-            save_file(tensors, temporary, metadata=meta)
+            save_tensors(tensors, temporary, meta)
 
     def load(
         self, network: nn.Module, optimizer: torch.optim.Optimizer
