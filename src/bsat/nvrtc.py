@@ -147,7 +147,7 @@ def _compile_or_find(path: Path, options: list[str]) -> bytes:
     image = _compile(path.name, source, headers, options)
     with suppress(OSError, RuntimeError):
         _folder().mkdir(parents=True, exist_ok=True)
-        with replacing(_folder() / name) as temporary:
+        with replacing(_folder() / name, sync=True) as temporary:
             temporary.write_bytes(image)
     return image
 
