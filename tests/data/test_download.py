@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import socket
 import stat
 import threading
@@ -12,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
+from bsat.data import download
 from bsat.data.download import DownloadError, fetch, progress, unpack
 
 BODY = np.random.default_rng(0).bytes(600_000)
@@ -211,8 +213,6 @@ def test_no_network(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_keeps_the_part(server, tmp_path, monkeypatch, capsys):
-    from bsat.data import download
-
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -225,8 +225,6 @@ def test_ctrl_c_keeps_the_part(server, tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_is_told(server, tmp_path, monkeypatch):
-    from bsat.data import download
-
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: FullDisk)
     with pytest.raises(DownloadError, match=r"is full .*600,000 bytes, 100 are free.*BSAT_DATASETS"):
         get(server, tmp_path / "f.bin")
@@ -253,12 +251,117 @@ def test_a_read_only_folder(server, tmp_path, monkeypatch):
     assert server.asked == []
 
 
-def test_two_do_not_write_the_same_part(server, tmp_path):
+def held(part, content=b"half"):
+    """A part that another process is writing: its lock is one of another open file."""
     fcntl = pytest.importorskip("fcntl")
-    with (tmp_path / "f.bin.part").open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DownloadError, match="by another process"):
-            get(server, tmp_path / "f.bin")
+    part.write_bytes(content)
+    other = part.open("ab")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    return other
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_the_second_waits_for_the_first(server, tmp_path, monkeypatch, capsys, ends_well):
+    target, part, naps = tmp_path / "f.bin", tmp_path / "f.bin.part", []
+    with held(part) as other:
+
+        def nap(seconds):
+            naps.append(seconds)
+            if len(naps) == 3:
+                if ends_well:
+                    part.write_bytes(BODY)
+                    os.replace(part, target)
+                other.close()
+
+        monkeypatch.setattr(download.time, "sleep", nap)
+        assert get(server, target, show=True) == HASH
+    err = capsys.readouterr().err.replace("\n", " ")
+    assert err.count(f"waiting for another process that is downloading to {part}") == 1
+    assert len(naps) == 3
+    assert len(server.asked) == (0 if ends_well else 1)
+    assert target.read_bytes() == BODY
+    assert names(tmp_path) == ["f.bin"]
+
+
+def test_ctrl_c_ends_the_wait(server, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(download.time, "sleep", stop)
+    with held(tmp_path / "f.bin.part"), pytest.raises(KeyboardInterrupt):
+        get(server, tmp_path / "f.bin")
+    assert (tmp_path / "f.bin.part").read_bytes() == b"half"
+
+
+def test_the_wait_for_one_that_does_nothing_ends(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "PATIENCE", 0.0)
+    with (
+        held(tmp_path / "f.bin.part"),
+        pytest.raises(
+            DownloadError, match=r"by another process, .*nothing for 0 seconds. End it \(`fuser .*f.bin.part`"
+        ),
+    ):
+        get(server, tmp_path / "f.bin")
+    assert (tmp_path / "f.bin.part").read_bytes() == b"half"
+    assert server.asked == []
+
+
+def test_the_next_ones_part_is_not_taken_away(server, tmp_path, monkeypatch):
+    """Another process begins in the moment in which this one has got the target."""
+    part, notes, replace, others = tmp_path / "f.bin.part", tmp_path / "f.bin.part.json", os.replace, []
+
+    def replace_and_begin(*names):
+        replace(*names)
+        others.append(held(part, b""))
+        notes.write_text("{}")
+
+    monkeypatch.setattr(download.os, "replace", replace_and_begin)
+    assert get(server, tmp_path / "f.bin") == HASH
+    (other,) = others
+    with other:
+        assert os.path.samestat(part.stat(), os.fstat(other.fileno()))
+    assert notes.exists()
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_part_that_goes_before_it_is_locked_is_not_used(server, tmp_path, monkeypatch, ends_well):
+    """Another process makes its part the target, or deletes it, between this one's opening and locking it."""
+    fcntl = pytest.importorskip("fcntl")
+    target, part, flock, calls = tmp_path / "f.bin", tmp_path / "f.bin.part", fcntl.flock, []
+
+    def late(*arguments):
+        if not calls and ends_well:
+            part.write_bytes(BODY)
+            os.replace(part, target)
+        elif not calls:
+            part.unlink()
+        calls.append(arguments)
+        return flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert get(server, target) == HASH
+    assert len(calls) == 2
+    assert len(server.asked) == (0 if ends_well else 1)
+    assert names(tmp_path) == ["f.bin"]
+
+
+def test_a_target_that_is_there_is_checked(server, tmp_path):
+    (tmp_path / "f.bin").write_bytes(b"another")
+    get(server, tmp_path / "f.bin")
+    assert (tmp_path / "f.bin").read_bytes() == BODY
+    get(server, tmp_path / "f.bin")
+    assert len(server.asked) == 1
+
+
+def test_where_there_are_no_locks_nobody_waits(server, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert get(server, tmp_path / "f.bin") == HASH
+    assert names(tmp_path) == ["f.bin"]
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
