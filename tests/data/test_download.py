@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from bsat.data import download
-from bsat.data.download import DownloadError, fetch, progress, unpack
+from bsat.data.download import DownloadError, fetch, progress, unpacked
 
 BODY = np.random.default_rng(0).bytes(600_000)
 HASH = hashlib.sha256(BODY).hexdigest()
@@ -374,21 +374,30 @@ def make_zip(path, members):
     return path
 
 
+def unpack(archive, member, **options):
+    with unpacked(archive, member, archive.parent / "out", show=False, **options) as (file, digest):
+        return file.read(), digest
+
+
 @pytest.mark.parametrize("inside", ["a.csv", "folder/a.csv"])
 def test_only_the_member_is_unpacked(tmp_path, inside):
     archive = make_zip(tmp_path / "z.zip", {inside: "one", "b.csv": "two"})
-    digest = unpack(archive, "a.csv", tmp_path / "out" / "mine.csv", size=3, show=False)
-    assert digest == hashlib.sha256(b"one").hexdigest()
-    assert names(tmp_path / "out") == ["mine.csv"]
-    assert (tmp_path / "out" / "mine.csv").read_text() == "one"
+    assert unpack(archive, "a.csv", size=3) == (b"one", hashlib.sha256(b"one").hexdigest())
+    assert names(tmp_path / "out") == []
+
+
+def test_errors_while_a_member_is_read_are_not_the_archives(tmp_path):
+    archive = make_zip(tmp_path / "z.zip", {"a.csv": "one"})
+    with pytest.raises(RuntimeError, match="mine"), unpacked(archive, "a.csv", tmp_path, show=False):
+        raise RuntimeError("mine")
 
 
 @pytest.mark.parametrize("bad", ["../evil.csv", "x/../../evil.csv", "/etc/evil.csv", "C:\\evil.csv", "..\\evil.csv"])
 def test_a_member_that_climbs_out_is_refused(tmp_path, bad):
     archive = make_zip(tmp_path / "z.zip", {"a.csv": "one", bad: "two"})
     with pytest.raises(DownloadError, match=r"evil.csv' is a link or leads elsewhere. Nothing was unpacked"):
-        unpack(archive, "a.csv", tmp_path / "a.csv", show=False)
-    assert names(tmp_path) == ["z.zip"]
+        unpack(archive, "a.csv")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [archive]
 
 
 def test_a_link_is_refused(tmp_path):
@@ -396,24 +405,23 @@ def test_a_link_is_refused(tmp_path):
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     archive = make_zip(tmp_path / "z.zip", {link: "/etc/passwd"})
     with pytest.raises(DownloadError, match="is a link"):
-        unpack(archive, "a.csv", tmp_path / "a.csv", show=False)
+        unpack(archive, "a.csv")
 
 
 def test_archives_that_are_not_what_they_should_be(tmp_path):
     archive = make_zip(tmp_path / "z.zip", {"a.csv": "one" * 10_000, "1/b.csv": "", "2/b.csv": ""})
-    target = tmp_path / "a.csv"
     with pytest.raises(DownloadError, match=r"one member of the name c.csv; it has 0"):
-        unpack(archive, "c.csv", target, show=False)
+        unpack(archive, "c.csv")
     with pytest.raises(DownloadError, match=r"one member of the name b.csv; it has 2"):
-        unpack(archive, "b.csv", target, show=False)
+        unpack(archive, "b.csv")
     with pytest.raises(DownloadError, match="must have 3 bytes; it has 30,000"):
-        unpack(archive, "a.csv", target, size=3, show=False)
+        unpack(archive, "a.csv", size=3)
     with pytest.raises(DownloadError, match=f"must have sha256 {'0' * 64}; got [0-9a-f]{{64}}"):
-        unpack(archive, "a.csv", target, sha256="0" * 64, show=False)
+        unpack(archive, "a.csv", sha256="0" * 64)
     content = bytearray(archive.read_bytes())
     content[60] ^= 255
     for broken in (bytes(content), archive.read_bytes()[:-30], b"<html>"):
         archive.write_bytes(broken)
         with pytest.raises(DownloadError, match=r"is not a zip that can be read"):
-            unpack(archive, "a.csv", target, show=False)
-    assert names(tmp_path) == ["z.zip"]
+            unpack(archive, "a.csv")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [archive]

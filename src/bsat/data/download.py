@@ -14,13 +14,12 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any
-
-from ..atomic import replacing
 
 if TYPE_CHECKING:
     import zipfile
@@ -119,7 +118,10 @@ def _hash_of_whole(target: Path, size: int | None, sha256: str | None) -> str | 
 
 def check(path: Path, origin: str, *, size: int | None, sha256: str | None, digest: str) -> None:
     """A DownloadError unless a file's size and hash are those that are known; names both."""
-    got = path.stat().st_size
+    _check(origin, path.stat().st_size, digest, size=size, sha256=sha256)
+
+
+def _check(origin: str, got: int, digest: str, *, size: int | None, sha256: str | None) -> None:
     if size is not None and got != size:
         raise DownloadError(
             f"the file of {origin} must have {size:,} bytes and sha256 {sha256 or 'unknown'}; got {got:,} bytes and "
@@ -333,14 +335,28 @@ def _is_at(path: Path, file: IO[bytes]) -> bool:
 # ---- archives --------------------------------------------------------------------------------------------------------
 
 
-def unpack(
-    archive: Path, member: str, target: Path, *, size: int | None = None, sha256: str | None = None, show: bool = True
-) -> str:
-    """Write one member of a zip to `target`, whole or not at all; returns its sha256.
+@contextmanager
+def unpacked(
+    archive: Path, member: str, folder: Path, *, size: int | None = None, sha256: str | None = None, show: bool = True
+) -> Iterator[tuple[IO[bytes], str]]:
+    """One member of a zip, whole and checked, as an open file, and its sha256.
 
-    The member may lie in a folder of the archive. An archive is refused as a whole if any of its members has an
-    absolute name, climbs out, or is a link.
+    The file takes room in `folder` but has no name there: nobody else can take it away, and it goes with its process,
+    however that ends. The member may lie in a folder of the archive. An archive is refused as a whole if any of its
+    members has an absolute name, climbs out, or is a link.
     """
+    with ExitStack() as stack:
+        with _folder_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.TemporaryFile(prefix=".bsat-unpacked-", dir=folder))
+        digest = _unpack(archive, member, file, folder, size=size, sha256=sha256, show=show)
+        file.seek(0)
+        yield file, digest
+
+
+def _unpack(
+    archive: Path, member: str, sink: IO[bytes], folder: Path, *, size: int | None, sha256: str | None, show: bool
+) -> str:
     import zipfile
     import zlib
 
@@ -353,16 +369,14 @@ def unpack(
                 )
             if info.file_size > MOST:
                 raise DownloadError(f"{member} in {archive} must not exceed {MOST:,} bytes; it has {info.file_size:,}.")
-            with _folder_errors(target.parent):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _check_room(target.parent, info.file_size)
-                with replacing(target) as temporary:
-                    with content.open(info) as source, temporary.open("wb") as sink, progress(member, show) as report:
-                        _copy(source, sink, info.file_size, report)
-                    digest = hash_file(temporary)
-                    check(temporary, f"{archive}, member {member},", size=info.file_size, sha256=sha256, digest=digest)
+            with _folder_errors(folder):
+                _check_room(folder, info.file_size)
+                with content.open(info) as source, progress(member, show) as report:
+                    digest = _copy(source, sink, info.file_size, report)
+                sink.flush()
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # or encrypted
         raise DownloadError(f"{archive} is not a zip that can be read: {error}. Delete it and get it again.") from error
+    _check(f"{archive}, member {member},", sink.tell(), digest, size=info.file_size, sha256=sha256)
     return digest
 
 
@@ -385,12 +399,14 @@ def _find_member(content: zipfile.ZipFile, archive: Path, member: str) -> zipfil
     return (exact or found)[0]
 
 
-def _copy(source: IO[bytes], sink: IO[bytes], total: int, report: Report) -> None:
-    done = 0
+def _copy(source: IO[bytes], sink: IO[bytes], total: int, report: Report) -> str:
+    done, digest = 0, hashlib.sha256()
     while block := source.read(BLOCK):
         done += len(block)
+        digest.update(block)
         sink.write(block)
         report(done, total)
+    return digest.hexdigest()
 
 
 # ---- disks and bars --------------------------------------------------------------------------------------------------
