@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+import os
 import re
+import sys
 import zipfile
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from bsat.data import CATALOG, SHIPPED, DownloadError, catalog, find_dataset, load, load_shipped
+from bsat.data import CATALOG, SHIPPED, DownloadError, catalog, download, find_dataset, load, load_shipped
 from bsat.data.catalog import File, describe, find_source, format_catalog, how_to_get, whereabouts
 
 REAL = [d for d in CATALOG.values() if d.role != "shipped"]
@@ -162,6 +164,62 @@ def test_from_an_archive(folders, no_download, entry, place):
     check(load("ecl", verbose=False), "ecl", ds, y)
     assert not [p for p in cache.iterdir() if p.name.endswith(".txt")]  # the text does not stay
     assert (cache / "electricityloaddiagrams20112014.zip.sha256").exists()
+
+
+def archive_of(name, text, folder):
+    with zipfile.ZipFile(folder / CATALOG[name].archive.name, "w") as content:
+        content.writestr(CATALOG[name].file.name, text)
+
+
+def test_two_of_one_process_number_prepare_the_same_archive(folders, no_download, entry, monkeypatch):
+    """As threads do, and processes of two containers: the second comes and goes while the first has its text."""
+    text, ds, y = entry("ecl")
+    archive_of("ecl", text, folders[0])
+    prepare, frames = catalog._prepare, []
+
+    def second_meanwhile(*arguments):
+        monkeypatch.setattr(catalog, "_prepare", prepare)
+        frames.append(load("ecl", verbose=False))
+        return prepare(*arguments)
+
+    monkeypatch.setattr(catalog, "_prepare", second_meanwhile)
+    frames.append(load("ecl", verbose=False))
+    assert len(frames) == 2
+    for frame in frames:
+        check(frame, "ecl", ds, y)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the system deletes a killed process's files there")
+@pytest.mark.parametrize("where", ["_copy", "_prepare"])
+def test_who_is_killed_while_preparing_leaves_no_text(folders, no_download, entry, monkeypatch, where):
+    text, ds, y = entry("ecl")
+    archive_of("ecl", text, folders[0])
+    seen = []
+
+    def killed(*_):
+        seen.extend(folders[1].iterdir())  # what a kill in this moment would leave
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(catalog if where == "_prepare" else download, where, killed)
+        with pytest.raises(KeyboardInterrupt):
+            load("ecl", verbose=False)
+    assert seen == []
+    check(load("ecl", verbose=False), "ecl", ds, y)
+
+
+def test_what_others_left_half_written_goes(folders, no_download, entry):
+    """Also where nothing is to be prepared; what is young may be at work."""
+    text, ds, y = entry("etth1")
+    (folders[0] / "ETTh1.csv").write_text(text)
+    load("etth1")
+    old, young = (folders[1] / f".bsat-writing-ecl-{name}.parquet" for name in ("old", "young"))
+    old.touch()
+    young.touch()
+    os.utime(old, (0, 0))
+    check(load("etth1"), "etth1", ds, y)
+    assert not old.exists()
+    assert young.exists()
 
 
 def test_what_is_kept_is_not_parsed_again(folders, no_download, entry, monkeypatch):

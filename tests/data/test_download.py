@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import os
 import socket
 import stat
 import threading
@@ -12,7 +13,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-from bsat.data.download import DownloadError, fetch, progress, unpack
+from bsat.data import download
+from bsat.data.download import DownloadError, fetch, progress, unpacked
 
 BODY = np.random.default_rng(0).bytes(600_000)
 HASH = hashlib.sha256(BODY).hexdigest()
@@ -211,8 +213,6 @@ def test_no_network(tmp_path, monkeypatch):
 
 
 def test_ctrl_c_keeps_the_part(server, tmp_path, monkeypatch, capsys):
-    from bsat.data import download
-
     def stop(*_):
         raise KeyboardInterrupt
 
@@ -225,8 +225,6 @@ def test_ctrl_c_keeps_the_part(server, tmp_path, monkeypatch, capsys):
 
 
 def test_a_full_disk_is_told(server, tmp_path, monkeypatch):
-    from bsat.data import download
-
     monkeypatch.setattr(download.shutil, "disk_usage", lambda _: FullDisk)
     with pytest.raises(DownloadError, match=r"is full .*600,000 bytes, 100 are free.*BSAT_DATASETS"):
         get(server, tmp_path / "f.bin")
@@ -253,12 +251,117 @@ def test_a_read_only_folder(server, tmp_path, monkeypatch):
     assert server.asked == []
 
 
-def test_two_do_not_write_the_same_part(server, tmp_path):
+def held(part, content=b"half"):
+    """A part that another process is writing: its lock is one of another open file."""
     fcntl = pytest.importorskip("fcntl")
-    with (tmp_path / "f.bin.part").open("ab") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(DownloadError, match="by another process"):
-            get(server, tmp_path / "f.bin")
+    part.write_bytes(content)
+    other = part.open("ab")
+    fcntl.flock(other, fcntl.LOCK_EX)
+    return other
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_the_second_waits_for_the_first(server, tmp_path, monkeypatch, capsys, ends_well):
+    target, part, naps = tmp_path / "f.bin", tmp_path / "f.bin.part", []
+    with held(part) as other:
+
+        def nap(seconds):
+            naps.append(seconds)
+            if len(naps) == 3:
+                if ends_well:
+                    part.write_bytes(BODY)
+                    os.replace(part, target)
+                other.close()
+
+        monkeypatch.setattr(download.time, "sleep", nap)
+        assert get(server, target, show=True) == HASH
+    err = capsys.readouterr().err.replace("\n", " ")
+    assert err.count(f"waiting for another process that is downloading to {part}") == 1
+    assert len(naps) == 3
+    assert len(server.asked) == (0 if ends_well else 1)
+    assert target.read_bytes() == BODY
+    assert names(tmp_path) == ["f.bin"]
+
+
+def test_ctrl_c_ends_the_wait(server, tmp_path, monkeypatch):
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(download.time, "sleep", stop)
+    with held(tmp_path / "f.bin.part"), pytest.raises(KeyboardInterrupt):
+        get(server, tmp_path / "f.bin")
+    assert (tmp_path / "f.bin.part").read_bytes() == b"half"
+
+
+def test_the_wait_for_one_that_does_nothing_ends(server, tmp_path, monkeypatch):
+    monkeypatch.setattr(download, "PATIENCE", 0.0)
+    with (
+        held(tmp_path / "f.bin.part"),
+        pytest.raises(
+            DownloadError, match=r"by another process, .*nothing for 0 seconds. End it \(`fuser .*f.bin.part`"
+        ),
+    ):
+        get(server, tmp_path / "f.bin")
+    assert (tmp_path / "f.bin.part").read_bytes() == b"half"
+    assert server.asked == []
+
+
+def test_the_next_ones_part_is_not_taken_away(server, tmp_path, monkeypatch):
+    """Another process begins in the moment in which this one has got the target."""
+    part, notes, replace, others = tmp_path / "f.bin.part", tmp_path / "f.bin.part.json", os.replace, []
+
+    def replace_and_begin(*names):
+        replace(*names)
+        others.append(held(part, b""))
+        notes.write_text("{}")
+
+    monkeypatch.setattr(download.os, "replace", replace_and_begin)
+    assert get(server, tmp_path / "f.bin") == HASH
+    (other,) = others
+    with other:
+        assert os.path.samestat(part.stat(), os.fstat(other.fileno()))
+    assert notes.exists()
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_a_part_that_goes_before_it_is_locked_is_not_used(server, tmp_path, monkeypatch, ends_well):
+    """Another process makes its part the target, or deletes it, between this one's opening and locking it."""
+    fcntl = pytest.importorskip("fcntl")
+    target, part, flock, calls = tmp_path / "f.bin", tmp_path / "f.bin.part", fcntl.flock, []
+
+    def late(*arguments):
+        if not calls and ends_well:
+            part.write_bytes(BODY)
+            os.replace(part, target)
+        elif not calls:
+            part.unlink()
+        calls.append(arguments)
+        return flock(*arguments)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    assert get(server, target) == HASH
+    assert len(calls) == 2
+    assert len(server.asked) == (0 if ends_well else 1)
+    assert names(tmp_path) == ["f.bin"]
+
+
+def test_a_target_that_is_there_is_checked(server, tmp_path):
+    (tmp_path / "f.bin").write_bytes(b"another")
+    get(server, tmp_path / "f.bin")
+    assert (tmp_path / "f.bin").read_bytes() == BODY
+    get(server, tmp_path / "f.bin")
+    assert len(server.asked) == 1
+
+
+def test_where_there_are_no_locks_nobody_waits(server, tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert get(server, tmp_path / "f.bin") == HASH
+    assert names(tmp_path) == ["f.bin"]
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
@@ -271,21 +374,30 @@ def make_zip(path, members):
     return path
 
 
+def unpack(archive, member, **options):
+    with unpacked(archive, member, archive.parent / "out", show=False, **options) as (file, digest):
+        return file.read(), digest
+
+
 @pytest.mark.parametrize("inside", ["a.csv", "folder/a.csv"])
 def test_only_the_member_is_unpacked(tmp_path, inside):
     archive = make_zip(tmp_path / "z.zip", {inside: "one", "b.csv": "two"})
-    digest = unpack(archive, "a.csv", tmp_path / "out" / "mine.csv", size=3, show=False)
-    assert digest == hashlib.sha256(b"one").hexdigest()
-    assert names(tmp_path / "out") == ["mine.csv"]
-    assert (tmp_path / "out" / "mine.csv").read_text() == "one"
+    assert unpack(archive, "a.csv", size=3) == (b"one", hashlib.sha256(b"one").hexdigest())
+    assert names(tmp_path / "out") == []
+
+
+def test_errors_while_a_member_is_read_are_not_the_archives(tmp_path):
+    archive = make_zip(tmp_path / "z.zip", {"a.csv": "one"})
+    with pytest.raises(RuntimeError, match="mine"), unpacked(archive, "a.csv", tmp_path, show=False):
+        raise RuntimeError("mine")
 
 
 @pytest.mark.parametrize("bad", ["../evil.csv", "x/../../evil.csv", "/etc/evil.csv", "C:\\evil.csv", "..\\evil.csv"])
 def test_a_member_that_climbs_out_is_refused(tmp_path, bad):
     archive = make_zip(tmp_path / "z.zip", {"a.csv": "one", bad: "two"})
     with pytest.raises(DownloadError, match=r"evil.csv' is a link or leads elsewhere. Nothing was unpacked"):
-        unpack(archive, "a.csv", tmp_path / "a.csv", show=False)
-    assert names(tmp_path) == ["z.zip"]
+        unpack(archive, "a.csv")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [archive]
 
 
 def test_a_link_is_refused(tmp_path):
@@ -293,24 +405,23 @@ def test_a_link_is_refused(tmp_path):
     link.external_attr = (stat.S_IFLNK | 0o777) << 16
     archive = make_zip(tmp_path / "z.zip", {link: "/etc/passwd"})
     with pytest.raises(DownloadError, match="is a link"):
-        unpack(archive, "a.csv", tmp_path / "a.csv", show=False)
+        unpack(archive, "a.csv")
 
 
 def test_archives_that_are_not_what_they_should_be(tmp_path):
     archive = make_zip(tmp_path / "z.zip", {"a.csv": "one" * 10_000, "1/b.csv": "", "2/b.csv": ""})
-    target = tmp_path / "a.csv"
     with pytest.raises(DownloadError, match=r"one member of the name c.csv; it has 0"):
-        unpack(archive, "c.csv", target, show=False)
+        unpack(archive, "c.csv")
     with pytest.raises(DownloadError, match=r"one member of the name b.csv; it has 2"):
-        unpack(archive, "b.csv", target, show=False)
+        unpack(archive, "b.csv")
     with pytest.raises(DownloadError, match="must have 3 bytes; it has 30,000"):
-        unpack(archive, "a.csv", target, size=3, show=False)
+        unpack(archive, "a.csv", size=3)
     with pytest.raises(DownloadError, match=f"must have sha256 {'0' * 64}; got [0-9a-f]{{64}}"):
-        unpack(archive, "a.csv", target, sha256="0" * 64, show=False)
+        unpack(archive, "a.csv", sha256="0" * 64)
     content = bytearray(archive.read_bytes())
     content[60] ^= 255
     for broken in (bytes(content), archive.read_bytes()[:-30], b"<html>"):
         archive.write_bytes(broken)
         with pytest.raises(DownloadError, match=r"is not a zip that can be read"):
-            unpack(archive, "a.csv", target, show=False)
-    assert names(tmp_path) == ["z.zip"]
+            unpack(archive, "a.csv")
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [archive]

@@ -11,17 +11,16 @@ from __future__ import annotations
 import difflib
 import json
 import os
-import time
 import warnings
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..atomic import leftovers, replacing
-from .download import DownloadError, check, fetch, hash_file, unpack
+from .download import DownloadError, check, fetch, hash_file, unpacked
 from .folds import FOLDS, fold_edges, window_ranges
 from .shipped import SHIPPED, load_shipped
 
@@ -398,6 +397,9 @@ def load(name: str, *, download: bool = True, verbose: bool = True) -> pd.DataFr
     dataset = find_dataset(name)
     if dataset.role == "shipped":
         return load_shipped(dataset.name)
+    for left in leftovers(downloads(), age=3600):  # a younger one may be at work
+        with suppress(OSError):
+            left.unlink()
     source, kept = find_source(dataset), _read_kept(dataset)
     if kept is not None and (source is None or kept.attrs["seen"] == _seen(source)):
         return _finish(dataset, kept)
@@ -497,25 +499,14 @@ def _pin(file: File, digest: str) -> None:
 def _prepare_member(dataset: Dataset, archive: Path, verbose: bool) -> pd.DataFrame:
     """Of an archive: its text is on the disk only while it is read."""
     file = dataset.file
-    text = downloads() / f".{os.getpid()}-{file.name}"
-    for left in leftovers(downloads(), age=3600):
-        with suppress(OSError):
-            left.unlink()
-    for left in downloads().glob(f".*-{file.name}"):
-        with suppress(OSError):
-            if time.time() - left.stat().st_mtime > 3600:  # a younger one may be at work
-                left.unlink()
-    try:
-        digest = unpack(archive, file.name, text, size=file.size, sha256=file.sha256, show=verbose)
+    with unpacked(archive, file.name, downloads(), size=file.size, sha256=file.sha256, show=verbose) as (text, digest):
         _check_pin(file, f"{file.name} in {archive}", digest)
         table = _prepare(dataset, text, f"{file.name} in {archive}")
-        _pin(file, digest)
-        return table
-    finally:
-        text.unlink(missing_ok=True)
+    _pin(file, digest)
+    return table
 
 
-def _prepare(dataset: Dataset, path: Path, origin: str) -> pd.DataFrame:
+def _prepare(dataset: Dataset, source: Path | IO[bytes], origin: str) -> pd.DataFrame:
     """ds and y, on a grid of the dataset's step and of its length."""
     import pandas as pd
     from pandas.tseries.frequencies import to_offset
@@ -525,7 +516,7 @@ def _prepare(dataset: Dataset, path: Path, origin: str) -> pd.DataFrame:
     columns = [c for c in (recipe.time, recipe.hour, recipe.value) if c is not None]
     try:
         chunks = pd.read_csv(
-            path,
+            source,
             sep=recipe.separator,
             usecols=lambda c: c in columns,
             dtype={recipe.time: "str", recipe.value: "str"},

@@ -1,7 +1,8 @@
 """Fetching a file over HTTP, and one member of an archive: whole and checked, or not at all.
 
 What has come of a download stays beside its target as `NAME.part` and is gone on with by the next call; it becomes the
-target only after its size and hash are those asked for. Knows nothing of the catalog.
+target only after its size and hash are those asked for. Of processes that want the same target one downloads it; the
+others wait, and find it. Knows nothing of the catalog.
 """
 
 from __future__ import annotations
@@ -13,13 +14,12 @@ import os
 import shutil
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any
-
-from ..atomic import replacing
 
 if TYPE_CHECKING:
     import zipfile
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 BLOCK = 1 << 18
 MOST = 4 << 30
 """The largest member that is unpacked where its size is not known beforehand: against archives made to fill a disk."""
+
+PATIENCE = 600.0
+"""Seconds for which another process may hold a part without a byte more: then it is stopped, or its machine is gone."""
 
 Report = Callable[[int, int | None], None]
 """Bytes so far, and in all where that is known."""
@@ -58,11 +61,12 @@ def fetch(
     pause: float = 1.0,
     timeout: float = 30.0,
 ) -> str:
-    """Download `target` from the first of the addresses that has it; returns its sha256.
+    """Download `target` from the first of the addresses that has it, unless it is there; returns its sha256.
 
     Args:
         addresses: tried in turn where one answers that it has no such file.
-        target: appears whole or not at all; `target.part` keeps what has come of it.
+        target: appears whole or not at all; `target.part` keeps what has come of it. One of the right size and hash, as
+            another process may just have got it, is taken as it is.
         size: in bytes, if known.
         sha256: in hex, if known. A file with another is deleted.
         show: a bar with the time left, on the error stream.
@@ -72,7 +76,12 @@ def fetch(
     """
     with _folder_errors(target.parent):
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _own(target.with_name(target.name + ".part")) as part, progress(target.name, show) as report:
+        with ExitStack() as stack:
+            part = stack.enter_context(_own(target.with_name(target.name + ".part"), show))
+            known = _hash_of_whole(target, size, sha256)
+            if known is not None:
+                return known
+            report = stack.enter_context(progress(target.name, show))
             gone = []
             for address in addresses:
                 try:
@@ -90,16 +99,29 @@ def fetch(
             try:
                 check(part, address, size=size, sha256=sha256, digest=digest)
             except DownloadError:
-                _forget(part)
+                _truncate(part)
                 raise
-            os.replace(part, target)
-            _forget(part)
+            _notes(part).unlink(missing_ok=True)
+            os.replace(part, target)  # and nothing after it: a part of that name is another process's
+    return digest
+
+
+def _hash_of_whole(target: Path, size: int | None, sha256: str | None) -> str | None:
+    """The hash of a target that is there and is the one asked for."""
+    try:
+        digest = hash_file(target)
+        check(target, str(target), size=size, sha256=sha256, digest=digest)
+    except OSError:  # a DownloadError is one
+        return None
     return digest
 
 
 def check(path: Path, origin: str, *, size: int | None, sha256: str | None, digest: str) -> None:
     """A DownloadError unless a file's size and hash are those that are known; names both."""
-    got = path.stat().st_size
+    _check(origin, path.stat().st_size, digest, size=size, sha256=sha256)
+
+
+def _check(origin: str, got: int, digest: str, *, size: int | None, sha256: str | None) -> None:
     if size is not None and got != size:
         raise DownloadError(
             f"the file of {origin} must have {size:,} bytes and sha256 {sha256 or 'unknown'}; got {got:,} bytes and "
@@ -249,44 +271,92 @@ def _truncate(part: Path) -> None:
 
 
 def _forget(part: Path) -> None:
-    part.unlink(missing_ok=True)
+    """For who has the part: it goes last, as another may have the next one at once."""
     _notes(part).unlink(missing_ok=True)
+    part.unlink(missing_ok=True)
 
 
 @contextmanager
-def _own(part: Path) -> Iterator[Path]:
+def _own(part: Path, show: bool) -> Iterator[Path]:
     """The part, for this process alone where the system has locks; an empty one is not left behind."""
     part.touch()
-    with ExitStack() as stack:
-        if sys.platform != "win32":  # where a file that is open cannot be renamed
-            import fcntl
-
-            file = stack.enter_context(part.open("ab"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise DownloadError(f"{part} is being written by another process. Wait, then try again.") from None
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                    raise
+    with _lock(part, show) or nullcontext() as file:
         try:
             yield part
         finally:
-            if part.exists() and part.stat().st_size == 0:
+            if (file is None or _is_at(part, file)) and part.exists() and part.stat().st_size == 0:
                 _forget(part)
+
+
+def _lock(part: Path, show: bool) -> IO[bytes] | None:
+    """The part, open, once no other process has it; where the file system has no locks, at once."""
+    if sys.platform == "win32":  # where a file that is open cannot be renamed
+        return None
+    import fcntl
+
+    size, since = -1, 0.0
+    while True:
+        with ExitStack() as stack:
+            file = stack.enter_context(part.open("ab"))
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                if not _is_at(part, file):  # its owner has just made it the target, or deleted it
+                    continue
+            except BlockingIOError:
+                have = os.fstat(file.fileno()).st_size
+            except OSError as error:
+                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+                    raise
+                stack.pop_all()
+                return file
+            else:
+                stack.pop_all()
+                return file
+        if size < 0 and show:
+            print(f"waiting for another process that is downloading to {part}", file=sys.stderr)
+        if have != size:
+            size, since = have, time.monotonic()
+        elif time.monotonic() - since >= PATIENCE:
+            raise DownloadError(
+                f"{part} is being written by another process, which has added nothing for {PATIENCE:.0f} seconds. End "
+                f"it (`fuser {part}` names it if it is on this machine), then try again."
+            )
+        time.sleep(0.1)
+
+
+def _is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether an open file still has that name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
 
 
-def unpack(
-    archive: Path, member: str, target: Path, *, size: int | None = None, sha256: str | None = None, show: bool = True
-) -> str:
-    """Write one member of a zip to `target`, whole or not at all; returns its sha256.
+@contextmanager
+def unpacked(
+    archive: Path, member: str, folder: Path, *, size: int | None = None, sha256: str | None = None, show: bool = True
+) -> Iterator[tuple[IO[bytes], str]]:
+    """One member of a zip, whole and checked, as an open file, and its sha256.
 
-    The member may lie in a folder of the archive. An archive is refused as a whole if any of its members has an
-    absolute name, climbs out, or is a link.
+    The file takes room in `folder` but has no name there: nobody else can take it away, and it goes with its process,
+    however that ends. The member may lie in a folder of the archive. An archive is refused as a whole if any of its
+    members has an absolute name, climbs out, or is a link.
     """
+    with ExitStack() as stack:
+        with _folder_errors(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            file = stack.enter_context(tempfile.TemporaryFile(prefix=".bsat-unpacked-", dir=folder))
+        digest = _unpack(archive, member, file, folder, size=size, sha256=sha256, show=show)
+        file.seek(0)
+        yield file, digest
+
+
+def _unpack(
+    archive: Path, member: str, sink: IO[bytes], folder: Path, *, size: int | None, sha256: str | None, show: bool
+) -> str:
     import zipfile
     import zlib
 
@@ -299,16 +369,14 @@ def unpack(
                 )
             if info.file_size > MOST:
                 raise DownloadError(f"{member} in {archive} must not exceed {MOST:,} bytes; it has {info.file_size:,}.")
-            with _folder_errors(target.parent):
-                target.parent.mkdir(parents=True, exist_ok=True)
-                _check_room(target.parent, info.file_size)
-                with replacing(target) as temporary:
-                    with content.open(info) as source, temporary.open("wb") as sink, progress(member, show) as report:
-                        _copy(source, sink, info.file_size, report)
-                    digest = hash_file(temporary)
-                    check(temporary, f"{archive}, member {member},", size=info.file_size, sha256=sha256, digest=digest)
+            with _folder_errors(folder):
+                _check_room(folder, info.file_size)
+                with content.open(info) as source, progress(member, show) as report:
+                    digest = _copy(source, sink, info.file_size, report)
+                sink.flush()
     except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:  # or encrypted
         raise DownloadError(f"{archive} is not a zip that can be read: {error}. Delete it and get it again.") from error
+    _check(f"{archive}, member {member},", sink.tell(), digest, size=info.file_size, sha256=sha256)
     return digest
 
 
@@ -331,12 +399,14 @@ def _find_member(content: zipfile.ZipFile, archive: Path, member: str) -> zipfil
     return (exact or found)[0]
 
 
-def _copy(source: IO[bytes], sink: IO[bytes], total: int, report: Report) -> None:
-    done = 0
+def _copy(source: IO[bytes], sink: IO[bytes], total: int, report: Report) -> str:
+    done, digest = 0, hashlib.sha256()
     while block := source.read(BLOCK):
         done += len(block)
+        digest.update(block)
         sink.write(block)
         report(done, total)
+    return digest.hexdigest()
 
 
 # ---- disks and bars --------------------------------------------------------------------------------------------------
