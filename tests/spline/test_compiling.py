@@ -1,6 +1,7 @@
 """Processes that compile at the same time share a cache, and must not get each other's machine code."""
 
 import errno
+import importlib.util
 import os
 import subprocess
 import sys
@@ -8,10 +9,12 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import numba
 import numpy as np
 import pytest
+from numba.core.caching import IndexDataCacheFile
 
-from bsat.spline import _kernels, cpu
+from bsat.spline import _kernels, cpu, spec
 
 ROOTS = """
 import numpy as np
@@ -47,6 +50,48 @@ def test_every_variant_has_a_name_of_its_own():
     assert len({variant.py_func.__qualname__ for variant in variants}) == len(variants)
 
 
+def load(folder, old="", new=""):
+    """The kernels from a copy of their source, with a change to it; numba's cache is beside it."""
+    file, source = folder / "_kernels.py", Path(_kernels.__file__).read_text(encoding="utf-8").replace(old, new)
+    if not file.exists() or file.read_text(encoding="utf-8") != source:  # to some versions of numba, the date matters
+        file.write_text(source, encoding="utf-8")
+    module_spec = importlib.util.spec_from_file_location("bsat.spline._copy", file)
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    return module
+
+
+def test_a_process_that_is_killed_leaves_no_machine_code_of_another_source(tmp_path, monkeypatch):
+    """Numba writes first that there is code, and then the code."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    y, change = np.ones(3), ("total += abs(y[i])", "total += 100 * abs(y[i])")
+    assert load(tmp_path)._absolute_sum(y) == 3
+    with monkeypatch.context() as patch:
+        patch.setattr(IndexDataCacheFile, "_save_data", killed)
+        with pytest.raises(InterruptedError):
+            load(tmp_path, *change)._absolute_sum(y)
+    after = load(tmp_path, *change)
+    assert after._absolute_sum(y) == 300
+    assert load(tmp_path, *change)._absolute_sum(y) == 300
+    assert Path(after._absolute_sum.stats.cache_path, cpu._cached_as(after._absolute_sum)).exists()
+
+
+def killed(file, name, data):
+    raise InterruptedError
+
+
+@pytest.mark.parametrize("changed", [(spec, "RIDGE", 1.0), (numba, "__version__", "0"), (numba.config, "CPU_NAME", "")])
+def test_machine_code_is_named_after_what_it_is_made_from(changed, tmp_path, monkeypatch):
+    """Or after an update nobody would wait, because of code that is no longer of use."""
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    before, same = load(tmp_path), load(tmp_path)
+    monkeypatch.setattr(*changed)
+    after = load(tmp_path)
+    for name in ("basis", "place_window", "_raise_degree", "_root2"):
+        files = [cpu._cached_as(getattr(kernels, name)) for kernels in (before, same, after)]
+        assert files[0] == files[1] != files[2]
+
+
 class Kernel:
     """What `cpu` sees of a compiled function."""
 
@@ -66,6 +111,28 @@ def test_only_one_process_compiles_at_a_time(tmp_path, monkeypatch):
     with Path(tmp_path, ".bsat-compiling.lock").open("wb") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
         thread = threading.Thread(target=cpu._kernel.__wrapped__, args=(3, True))
+        thread.start()
+        assert not done.wait(0.3)
+        fcntl.flock(other, fcntl.LOCK_UN)
+        assert done.wait(30)
+    thread.join()
+
+
+def test_code_of_another_source_does_not_let_it_through(tmp_path, monkeypatch):
+    fcntl = pytest.importorskip("fcntl")
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    old, new = load(tmp_path).basis, load(tmp_path, "import annotations", "import annotations  # and a word").basis
+    folder, done = Path(new.stats.cache_path), threading.Event()
+    monkeypatch.setattr(_kernels, "basis", new)
+    (folder / cpu._cached_as(old)).write_bytes(b"")
+
+    def compile_alone():
+        with cpu._alone(new):
+            done.set()
+
+    with (folder / ".bsat-compiling.lock").open("wb") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        thread = threading.Thread(target=compile_alone)
         thread.start()
         assert not done.wait(0.3)
         fcntl.flock(other, fcntl.LOCK_UN)

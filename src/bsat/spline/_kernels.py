@@ -16,11 +16,14 @@ The degree is a compile-time constant, so that short loops unroll; each degree c
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
+from hashlib import sha256
 from typing import Any
 
+import numba
 import numpy as np
-from numba import njit
+from numba.core.caching import CompileResultCacheImpl
+from numba.core.registry import cpu_target
 
 from .spec import FEATURE_FLOOR, LARGEST, LONG, MAX_CONDITION, RIDGE, ROUNDING, SMALLEST
 
@@ -42,17 +45,32 @@ STEP = 16
 """Numbers that a vectorised loop takes in one turn. Spans are filled up with empty ones to a multiple of it."""
 
 
-def _jit_as(function: Any, name: str) -> Any:
-    """Compile one of several functions that are alike, under a name of its own: numba lists those of one name in one
-    file, and of processes that write there at the same time, one may find another's machine code."""
-    function.__qualname__ = name
-    return njit(**_JIT)(function)
+@cache
+def _digest() -> str:
+    """Of all that machine code is made from: this source (as numba stamps it), the numbers it takes from elsewhere,
+    numba, and the processor."""
+    source = CompileResultCacheImpl(_jit).locator.get_source_stamp()
+    numbers = {name: value for name, value in globals().items() if isinstance(value, (int, float))}
+    processor = cpu_target.target_context.codegen().magic_tuple()
+    return sha256(repr((source, numbers, numba.__version__, processor)).encode()).hexdigest()[:16]
+
+
+def _jit(function: Any, name: str = "", **options: Any) -> Any:
+    """Compile under a name that serves one function and one `_digest`. Numba keeps all of one name in one list, and
+    writes the list before the machine code: a process that is killed in between, or writes at the same time as another,
+    would leave code on the list that was made from something else."""
+    if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
+        function.__qualname__ = f"{name or function.__qualname__}_{_digest()}"
+    return numba.njit(**_JIT, **options)(function)
+
+
+_inline = partial(_jit, inline="always")
 
 
 # ---------------------------------------------------------------------------------------------------------- knots
 
 
-@njit(**_JIT)
+@_jit
 def _gradient(y, x, regular, dy):
     """`reference.gradient`."""
     m = len(y)
@@ -69,7 +87,7 @@ def _gradient(y, x, regular, dy):
         dy[m - 1] = (y[m - 1] - y[m - 2]) / (x[m - 1] - x[m - 2])
 
 
-@njit(**_JIT)
+@_jit
 def differentiate(y, x, regular, order, a, b):
     """The order-th derivative into a, by way of b."""
     _gradient(y, x, regular, a)
@@ -83,7 +101,7 @@ def differentiate(y, x, regular, order, a, b):
             a[i] = b[i]
 
 
-@njit(**_JIT)
+@_jit
 def _cut_derivative(y, slope, order, a, b, edge):
     """The order-th derivative of a window y of a regular series into a, given that of the series over the same
     samples: it is the same, but for the `order` samples at each end that one-sided differences reach."""
@@ -133,13 +151,13 @@ def _root(order: int) -> Any:
                 power *= r
             v[i] *= power
 
-    return _jit_as(root, f"root{order}")
+    return _jit(root, f"root{order}")
 
 
 _root2, _root3, _root4, _root5, _root6 = (_root(order) for order in range(2, 7))
 
 
-@njit(**_JIT)
+@_jit
 def _take_root(v, order, scratch):
     if order == 2:
         _root2(v, scratch)
@@ -153,7 +171,7 @@ def _take_root(v, order, scratch):
         _root6(v, scratch)
 
 
-@njit(**_JIT)
+@_jit
 def _running_sum(phi, cap, F):
     """F[i + 1] = F[i] + min((phi[i] + phi[i + 1]) / 2, cap), in four chains: one would wait for its own additions."""
     quarter = (len(F) - 1) // 4
@@ -179,7 +197,7 @@ def _running_sum(phi, cap, F):
         F[i + 1] = s3
 
 
-@njit(**_JIT)
+@_jit
 def _quantiles(F, m, k_int, u, bucket):
     """u[j] = the fractional index at which F reaches (j + 1) / (k_int + 1) of its total.
 
@@ -202,7 +220,7 @@ def _quantiles(F, m, k_int, u, bucket):
         u[j] = i + (target - F[i]) / (F[i + 1] - F[i])
 
 
-@njit(**_JIT)
+@_jit
 def _to_positions(u, x, regular, middle, m):
     """Fractional indices to positions; with `middle` by way of Algorithm 1's mid-points, half a sample to the left."""
     if regular and not middle:
@@ -216,7 +234,7 @@ def _to_positions(u, x, regular, middle, m):
         u[j] = low + (u[j] - i) * (high - low)
 
 
-@njit(**_JIT)
+@_jit
 def place_window(y, size, x, slope, regular, p, order, g, paper, gap, recency, t, a, b, bucket):
     """Algorithm 1: knots of one window into t (n + p + 1). See `reference._place`, which this follows.
 
@@ -304,7 +322,7 @@ def power_sums(m: int, degree: int) -> np.ndarray:
     return sums
 
 
-@njit(inline="always", **_JIT)
+@_inline
 def _raise_degree(p, q, t, j0, count, center, filled, A, carried):
     """Cox-de Boor from degree q - 1 to q: the a-th function's polynomial gives (R - v) / (R + L) of itself to the a-th
     of the next degree and (L + v) / (R + L) to the one after it (`carried`), R and L being the distances of the center
@@ -330,7 +348,7 @@ def _raise_degree(p, q, t, j0, count, center, filled, A, carried):
             A[q, r, j] = carried[r, j]
 
 
-@njit(inline="always", **_JIT)
+@_inline
 def _pieces(p, t, j0, count, center, filled, A, carried):
     """Coefficients of the p + 1 basis functions on `count` spans: A[a, r, j] belongs to v^r, v = x - center[j]."""
     for j in range(count):
@@ -348,7 +366,7 @@ def _pieces(p, t, j0, count, center, filled, A, carried):
         _raise_degree(p, 6, t, j0, count, center, filled, A, carried)
 
 
-@njit(**_JIT)
+@_jit
 def _spans(p, regular, x, t, m, spans, j0, count, first, center, filled):
     """Which samples lie in spans j0 ... j0 + count - 1: first[j] up to first[j + 1] - 1; first[0] is given.
     filled[j] is 1, or 0 where there is no sample: such a span's pieces are multiplied by 0, not divided by a width."""
@@ -368,7 +386,7 @@ def _spans(p, regular, x, t, m, spans, j0, count, first, center, filled):
             center[j] = 0.5 * (low + high - 1) if regular else 0.5 * (x[low] + x[high - 1])
 
 
-@njit(inline="always", **_JIT)
+@_inline
 def _sample_moments(p, y, low, high, center, Y, j):
     """Y[r, j] = sum of y v^r over the samples low ... high - 1 of a regular grid, with v = x - center."""
     m0 = m1 = m2 = m3 = m4 = m5 = m6 = 0.0
@@ -406,7 +424,7 @@ def _sample_moments(p, y, low, high, center, Y, j):
         Y[6, j] = m6
 
 
-@njit(**_JIT)
+@_jit
 def _all_moments(p, y, x, low, high, center, S, Y, j):
     """S[k, j] = sum of v^k and Y[r, j] = sum of y v^r over the samples low ... high - 1, wherever they lie."""
     for k in range(2 * p + 1):
@@ -422,7 +440,7 @@ def _all_moments(p, y, x, low, high, center, S, Y, j):
             power *= x[i] - center
 
 
-@njit(inline="always", **_JIT)
+@_inline
 def _assemble(p, regular, degree, y, x, t, n, sums, G, z, A, H, S, Y, carried, center, filled, first):
     """Gram matrix G[d, i] = <N_i, N_{i+d}> and right-hand side z[i] = <N_i, y>. t, and the rows of G and z, are at
     least SPANS longer than they have to be, for the empty spans at the end."""
@@ -480,7 +498,7 @@ def _assemble(p, regular, degree, y, x, t, n, sums, G, z, A, H, S, Y, carried, c
                 row[j] += total
 
 
-@njit(**_JIT)
+@_jit
 def _factor(p, G, n, D):
     """G = L diag(1 / D[0]) L^T with L[i + d, i] = D[d, i] for d > 0, for G.shape[2] matrices side by side."""
     lanes = G.shape[2]
@@ -501,7 +519,7 @@ def _factor(p, G, n, D):
                     D[b - a, i + a, k] -= D[b, i, k] * D[a, i, k]
 
 
-@njit(**_JIT)
+@_jit
 def _solve(p, D, n, z):
     """Overwrite the right-hand sides z (n + p, lanes), zero in the last p rows, with the solutions."""
     lanes = z.shape[1]
@@ -518,7 +536,7 @@ def _solve(p, D, n, z):
                 z[i, k] -= D[a, i, k] * z[i + a, k]
 
 
-@njit(**_JIT)
+@_jit
 def _squeeze_condition(p, G, D, n, exact):
     """The 2-norm condition number of G (one lane), squeezed between certain bounds by power iteration.
 
@@ -569,7 +587,7 @@ def _squeeze_condition(p, G, D, n, exact):
     return below
 
 
-@njit(**_JIT)
+@_jit
 def _look_closer(p, G, rhs, n, singular, exact, c):
     """One window whose cheap bound says that kappa may exceed MAX_CONDITION, or whose kappa is wanted to 1 %.
     Returns kappa; overwrites c with the ridge solution if kappa is too large."""
@@ -594,7 +612,7 @@ def _look_closer(p, G, rhs, n, singular, exact, c):
     return kappa
 
 
-@njit(**_JIT)
+@_jit
 def _solve_all(p, grams, rhs, n, count, exact, G, D, z, s, bounds, c, condition, fallback):
     """Coefficients, condition and fallback of `count` windows from their systems: grams (lanes, p + 1, .) and
     rhs (lanes, .). G, D, z, s, bounds are work space, with the lanes along the last axis."""
@@ -646,7 +664,7 @@ def _solve_all(p, grams, rhs, n, count, exact, G, D, z, s, bounds, c, condition,
         fallback[k] = kappa > MAX_CONDITION
 
 
-@njit(**_JIT)
+@_jit
 def _absolute_sum(y):
     total = 0.0
     for i in range(len(y)):
@@ -654,7 +672,7 @@ def _absolute_sum(y):
     return total
 
 
-@njit(**_JIT)
+@_jit
 def _blank(t, G, z, n):
     """A window that cannot be fitted: knots and, by way of G, everything else NaN."""
     for i in range(len(t)):
@@ -709,13 +727,13 @@ def kernel(p: int, regular: bool) -> Any:
                 )
             _solve_all(degree, grams, rhs, n, count, exact, G, D, z, s, bounds, c[w:], condition[w:], fallback[w:])
 
-    return _jit_as(run, f"run_{p}_{'regular' if regular else 'anywhere'}")
+    return _jit(run, f"run_{p}_{'regular' if regular else 'anywhere'}")
 
 
 # ---------------------------------------------------------------------------------------------------- evaluation
 
 
-@njit(**_JIT)
+@_jit
 def _local_basis(t, p, n, x, N):
     """The p + 1 basis functions that live at x, into N; returns the index of the first. x is moved into the knots."""
     x = min(max(x, t[p]), t[n])
@@ -740,7 +758,7 @@ def _local_basis(t, p, n, x, N):
     return low - p
 
 
-@njit(**_JIT)
+@_jit
 def basis(t, p, x, out):
     """out (B, q, n), zero on entry: the basis functions of knots t (B, n + p + 1) at x (B, q)."""
     N = np.empty(p + 1)
@@ -751,7 +769,7 @@ def basis(t, p, x, out):
                 out[b, i, first + a] = N[a]
 
 
-@njit(**_JIT)
+@_jit
 def evaluate(t, c, x, p, out):
     """out (B, q) = the splines with knots t and coefficients c at x (B, q)."""
     N = np.empty(p + 1)

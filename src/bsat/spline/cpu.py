@@ -186,7 +186,7 @@ def _alone(kernel: Any) -> Iterator[None]:
 
 
 def _cached_as(kernel: Any) -> str:
-    """The file of a kernel's machine code; numba writes it last."""
+    """The file of a kernel's machine code; numba writes it last. The kernel's name keeps it from being another's."""
     code, name = kernel.py_func.__code__, kernel.py_func.__qualname__
     version = f"py{sys.version_info.major}{sys.version_info.minor}{getattr(sys, 'abiflags', '')}"
     return f"_kernels.{name}-{code.co_firstlineno}.{version}.1.nbc"
