@@ -169,6 +169,25 @@ def no_locks(file, how):
     raise OSError(errno.ENOLCK, "no locks available")
 
 
+def test_where_nothing_can_be_kept_it_is_compiled_for_this_process(monkeypatch):
+    """A read-only system without a home: numba raises if it is told to keep something."""
+
+    def nowhere(function):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    def double(x):
+        return 2 * x
+
+    monkeypatch.setattr(_kernels, "CompileResultCacheImpl", nowhere)
+    assert _kernels._digest.__wrapped__() is None
+    monkeypatch.setattr(_kernels, "_digest", _kernels._digest.__wrapped__)
+    kernel = _kernels._jit(double)
+    monkeypatch.setattr(_kernels, "basis", kernel)
+    with cpu._alone(kernel):
+        assert kernel(3) == 6
+    assert kernel.stats.cache_path is None
+
+
 def test_functions_that_numba_leaves_alone_need_no_lock(monkeypatch):
     monkeypatch.setattr(_kernels, "basis", no_locks)
     with cpu._alone(no_locks):

@@ -30,7 +30,6 @@ from .spec import FEATURE_FLOOR, LARGEST, LONG, MAX_CONDITION, RIDGE, ROUNDING, 
 # No "nnan"/"ninf": a NaN must come out as a NaN.
 _JIT: dict[str, Any] = {
     "nogil": True,
-    "cache": True,
     "error_model": "numpy",
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
 }
@@ -46,10 +45,13 @@ STEP = 16
 
 
 @cache
-def _digest() -> str:
+def _digest() -> str | None:
     """Of all that machine code is made from: this source (as numba stamps it), the numbers it takes from elsewhere,
-    numba, and the processor."""
-    source = CompileResultCacheImpl(_jit).locator.get_source_stamp()
+    numba, and the processor. None where there is no folder to keep it in."""
+    try:
+        source = CompileResultCacheImpl(_jit).locator.get_source_stamp()
+    except RuntimeError:
+        return None
     numbers = {name: value for name, value in globals().items() if isinstance(value, (int, float))}
     processor = cpu_target.target_context.codegen().magic_tuple()
     return sha256(repr((source, numbers, numba.__version__, processor)).encode()).hexdigest()[:16]
@@ -61,6 +63,7 @@ def _jit(function: Any, name: str = "", **options: Any) -> Any:
     would leave code on the list that was made from something else."""
     if not numba.config.DISABLE_JIT:  # type: ignore[attr-defined]
         function.__qualname__ = f"{name or function.__qualname__}_{_digest()}"
+        options["cache"] = _digest() is not None
     return numba.njit(**_JIT, **options)(function)
 
 

@@ -171,8 +171,9 @@ def _alone(kernel: Any) -> Iterator[None]:
         if sys.platform != "win32":
             import fcntl
 
-            # A folder that cannot be written to needs no lock; some cannot have one. NUMBA_DISABLE_JIT leaves no cache.
-            with suppress(OSError, AttributeError):
+            # A folder that cannot be written to, or is none, needs no lock; some cannot have one. NUMBA_DISABLE_JIT
+            # leaves no cache.
+            with suppress(OSError, AttributeError, TypeError):
                 folder = Path(_kernels.basis.stats.cache_path)
                 file = stack.enter_context((folder / ".bsat-compiling.lock").open("ab"))
                 while not (folder / _cached_as(kernel)).exists():
