@@ -1,5 +1,7 @@
 """Series, forecasters and a space of networks so small that every test can fit its own."""
 
+import time
+
 import numpy as np
 import pandas as pd
 
@@ -19,6 +21,14 @@ SPACE = Space(
     weight_decay=Real(1e-6, 1e-2, log=True),
     degree=Whole(1, 3),
 )
+
+
+def wait_until(condition, *args, seconds=600):
+    """Far longer than it takes on a busy machine, but not for ever."""
+    end = time.monotonic() + seconds
+    while not condition(*args):
+        assert time.monotonic() < end, f"waited for {seconds} seconds in vain"
+        time.sleep(0.005)
 
 
 def make_values(length, seed=0):

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import numpy as np
 import pandas as pd
@@ -17,7 +16,7 @@ from bsat import BSplineTokenizer, Forecaster, __version__
 from bsat.cli import main
 from bsat.train import loop
 from conftest import make_signals
-from small import make_long
+from small import make_long, wait_until
 
 
 @pytest.fixture
@@ -217,10 +216,11 @@ def test_a_killed_training_is_resumed(bsat, load, tmp_path):
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     state = tmp_path / "model" / "training.safetensors"
-    while child.poll() is None and not state.exists():
-        time.sleep(0.005)
-    child.kill()
-    child.communicate()
+    try:
+        wait_until(lambda: child.poll() is not None or state.exists())
+    finally:
+        child.kill()
+        child.communicate()
     assert child.returncode == -signal.SIGKILL
     assert state.exists()
     assert not (tmp_path / "model" / "config.json").exists()

@@ -86,7 +86,7 @@ def server(monkeypatch):
 
 
 def get(server, target, **options):
-    options = {"size": len(BODY), "sha256": HASH, "show": False, "pause": 0.0, "timeout": 5.0} | options
+    options = {"size": len(BODY), "sha256": HASH, "show": False, "pause": 0.0, "timeout": 60.0} | options
     addresses = options.pop("addresses", [server.address])
     return fetch(addresses, target, **options)
 
@@ -206,9 +206,9 @@ def test_no_network(tmp_path, monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with pytest.raises(DownloadError, match=f"{port}/x could not be read in 3 tries: .*refused"):
-        fetch([f"http://127.0.0.1:{port}/x"], tmp_path / "x", show=False, tries=3, pause=0.0)
+        port = probe.getsockname()[1]  # as long as it is bound, nobody else listens there
+        with pytest.raises(DownloadError, match=f"{port}/x could not be read in 3 tries: .*refused"):
+            fetch([f"http://127.0.0.1:{port}/x"], tmp_path / "x", show=False, tries=3, pause=0.0)
     assert names(tmp_path) == []
 
 

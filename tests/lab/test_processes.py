@@ -2,8 +2,8 @@
 
 import multiprocessing
 import os
-import time
 from functools import partial
+from pathlib import Path
 
 import pytest
 from tiny_lab import POPULATION, experiment, make_tiny, run_or_not, run_tiny, watch_forever
@@ -12,6 +12,7 @@ from bsat.lab import read, runner
 from bsat.lab.processes import run_side_by_side
 from bsat.lab.runner import Watcher, run_experiments
 from bsat.search import Local
+from small import wait_until
 
 
 @pytest.fixture(autouse=True)
@@ -86,26 +87,24 @@ def test_a_process_that_dies_is_named(tmp_path):
 
 def test_processes_end_with_the_one_that_began_them(tmp_path):
     process = multiprocessing.get_context("spawn").Process(target=watch_forever, args=(tmp_path,))
+    alive = tmp_path / "alive"
     process.start()
-    end = time.monotonic() + 60
-    while not (tmp_path / "alive").exists() or not (tmp_path / "alive").read_text():
-        assert time.monotonic() < end
-        time.sleep(0.01)
-    child = int((tmp_path / "alive").read_text())
-    process.kill()
-    process.join()
-    while _is_running(child):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    try:
+        wait_until(lambda: not process.is_alive() or (alive.exists() and alive.read_text()))
+        assert process.is_alive()
+    finally:
+        process.kill()
+        process.join()
+    child = int(alive.read_text())
+    wait_until(lambda: not _is_running(child))
 
 
 def _is_running(pid):
     try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
         return False
-    with open(f"/proc/{pid}/stat") as file:  # one that nobody has waited for is still listed
-        return file.read().rsplit(")", 1)[1].split()[0] != "Z"
+    return stat.rsplit(")", 1)[1].split()[0] != "Z"  # one that nobody has waited for is still listed
 
 
 def test_with_a_population_only(tmp_path):

@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +25,7 @@ from bsat.lab.runs import naive_path, pack, read_naive
 from bsat.search import Local, Population, Ray, read_records
 from bsat.train.device import count_cores
 from bsat.train.population import Halving
+from small import wait_until
 
 LOCAL = Local(halving=Halving(1, 2))
 
@@ -324,21 +324,29 @@ def test_weights_of_another_configuration_are_not_scored(tmp_path, monkeypatch):
         run(tmp_path, [experiment(trials=3)])
 
 
-def start(folder, engine, trials, model="bsat"):
-    """A process of its own, which finds its modules loaded."""
-    context = multiprocessing.get_context("forkserver")
+@pytest.fixture
+def start():
+    """Starts processes, which find their modules loaded, and end with the test: pytest would wait for them."""
+    context, processes = multiprocessing.get_context("forkserver"), []
     context.set_forkserver_preload(["torch", "optuna", "bsat.lab.runner", "bsat.search.study", "bsat.train.population"])
-    process = context.Process(target=run_to_be_killed, args=(folder, engine, trials, model))
-    process.start()
-    return process
+
+    def start(target, *args):
+        processes.append(context.Process(target=target, args=args))
+        processes[-1].start()
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.join()
 
 
-def test_processes_share_a_new_store(tmp_path):
+def test_processes_share_a_new_store(tmp_path, start):
     """Different cells at once; the same cell is refused while another process is at it."""
     folder = tmp_path / "runs"
-    processes = [start(folder, "optuna", 3, model) for model in ("bsat", "uds", "patchtst")]
+    processes = [start(run_to_be_killed, folder, "optuna", 3, model) for model in ("bsat", "uds", "patchtst")]
     for process in processes:
-        process.join(120)
+        process.join(600)
     assert [process.exitcode for process in processes] == [0, 0, 0]
     assert len(read(folder)) == 3 * len(PROTOCOL.seeds) * 3
     assert not list(folder.glob(".*.lock"))
@@ -372,15 +380,14 @@ def be_killed_writing_weights(folder):
         path.write_bytes(b"half")
         os.kill(os.getpid(), signal.SIGKILL)
 
-    runner.save_file = write_half
+    runner.save_tensors = write_half
     run_to_be_killed(folder, "population", 4)
 
 
-def test_killed_while_weights_are_written(tmp_path):
+def test_killed_while_weights_are_written(tmp_path, start):
     """What was being written goes with the search that wrote it; what others write in the same folder stays."""
-    process = multiprocessing.get_context("spawn").Process(target=be_killed_writing_weights, args=(tmp_path,))
-    process.start()
-    process.join(120)
+    process = start(be_killed_writing_weights, tmp_path)
+    process.join(600)
     assert process.exitcode == -signal.SIGKILL
     [half] = tmp_path.glob("weights/*")
     other = half.with_name(half.name.replace(experiment().study, "another"))
@@ -391,21 +398,23 @@ def test_killed_while_weights_are_written(tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["optuna", "population"])
-def test_killed_at_any_moment(tmp_path, engine):
+def test_killed_at_any_moment(tmp_path, engine, start):
     """Ten kills for each engine, twenty in all. Three of four come while trials train."""
     folder, notes, trials = tmp_path / "runs", tmp_path / "notes.jsonl", 12
     rng = random.Random(f"kills of {engine}")
 
     def heard():
-        return [json.loads(line) for line in notes.read_text().splitlines()] if notes.exists() else []
+        """The last line may be half written."""
+        return [json.loads(line) for line in notes.read_text().split("\n")[:-1]] if notes.exists() else []
+
+    def has_come(moment, process, before):
+        return not process.is_alive() or any(moment in note for note in heard()[before:])
 
     kills = 0
     while kills < KILLS:
         before = len(heard())
-        process = start(folder, engine, trials)
-        moment = "working" if kills % 4 else "begin"
-        while process.is_alive() and not any(moment in note for note in heard()[before:]):
-            time.sleep(0.005)
+        process = start(run_to_be_killed, folder, engine, trials)
+        wait_until(has_come, "working" if kills % 4 else "begin", process, before)
         process.join(rng.uniform(0, 0.6))
         if process.is_alive():
             process.kill()
@@ -415,8 +424,8 @@ def test_killed_at_any_moment(tmp_path, engine):
             trials += 6  # it was done before its time: more to do
         else:
             assert process.exitcode == -signal.SIGKILL
-    process = start(folder, engine, trials)
-    process.join(300)
+    process = start(run_to_be_killed, folder, engine, trials)
+    process.join(600)
     assert process.exitcode == 0
 
     runs = read(folder)

@@ -322,7 +322,7 @@ def test_two_processes_write_at_once(tmp_path):
     for writer in writers:
         writer.stdin.write("go\n")
         writer.stdin.flush()
-    assert [writer.wait(120) for writer in writers] == [0, 0]
+    assert [writer.wait(600) for writer in writers] == [0, 0]
     for writer in writers:
         writer.stdin.close()
         writer.stdout.close()
@@ -353,7 +353,7 @@ def test_a_forked_child_has_a_file_of_its_own(tmp_path):
         "if child: os.waitpid(child, 0)\n"
     )
     child = run_python(code, tmp_path)
-    assert child.wait(60) == 0
+    assert child.wait(600) == 0
     child.stdout.close()
     assert read(tmp_path)["trial"].tolist() == [0, 1, 2]
     assert len(list(tmp_path.glob("runs-*.jsonl"))) == 2
@@ -551,7 +551,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
         "print(json.dumps([k, str(error), str(error.rescued), error.line.decode()]))\n"
     )
     child = run_python(code, tmp_path / "store", env={**os.environ, "TMPDIR": str(tmp_path)})
-    last, message, rescued, line = json.loads(child.communicate(timeout=60)[0])
+    last, message, rescued, line = json.loads(child.communicate(timeout=600)[0])
     assert last > 3
     assert "could not be written" in message
     assert "bytes could be written" in message

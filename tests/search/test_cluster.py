@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import time
-from contextlib import suppress
+import threading
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -27,12 +27,15 @@ from bsat.search.engines import pack_up, train_alone
 from bsat.train import TrainConfig
 from bsat.train.population import Halving
 from conftest import full_disk
+from small import wait_until
 
 LONG = TrainConfig(batch_size=16, max_epochs=40, patience=40, grace=2)
 """Trials of a second or two."""
 SLOW = Halving(grace=10, reduction=2)
 HERE = Path(__file__).parent
 QUICK_DEATH = {"RAY_health_check_initial_delay_ms": "1000", "RAY_health_check_period_ms": "500"}
+SLOW_START = {"RAY_NUM_REDIS_GET_RETRIES": "120"}
+"""How often, once a second, a node looks for the head, which may come up late."""
 
 
 class Cluster:
@@ -46,7 +49,8 @@ class Cluster:
             port = free.getsockname()[1]
         self.address = f"127.0.0.1:{port}"
         auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-        self.env = {**os.environ, **QUICK_DEATH, **auth, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        quiet = {"RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
+        self.env = {**os.environ, **QUICK_DEATH, **SLOW_START, **auth, **quiet}
         self.words = ["--head", f"--port={port}", "--include-dashboard=false", f"--temp-dir={folder}"]
 
     def start(self, *words):
@@ -64,6 +68,8 @@ class Cluster:
                 [sys.executable, "-c", DRIVER, json.dumps(given)],
                 env=self.env, stdout=subprocess.PIPE, stderr=errors, text=True,
             )  # fmt: skip
+            late = threading.Timer(600, process.kill)
+            late.start()
             try:
                 words = []
                 for line in process.stdout:
@@ -71,10 +77,15 @@ class Cluster:
                     if listen is not None:
                         listen(process, words)
                 process.wait()
+                assert late.is_alive(), f"the driver did not end; its last word was {words[-1:]}; {self.logs()}"
             finally:
+                late.cancel()
                 kill([process])
             errors.seek(0)
             return process.returncode, words, errors.read().decode()
+
+    def logs(self):
+        return {path.name: path.read_text(errors="replace")[-3000:] for path in self.folder.glob("*.log")}
 
 
 DRIVER = """
@@ -94,7 +105,10 @@ def note(**content):
 
 if given["nodes"]:
     ray.init(address=given["address"], log_to_driver=False, logging_level="error")
+    end = time.monotonic() + 300
     while len(alive := [n for n in ray.nodes() if n["Alive"]]) < given["nodes"]:
+        if time.monotonic() > end:
+            sys.exit(f"{given['nodes']} nodes must come up; these did: {alive}")
         time.sleep(0.1)
     note(nodes=sorted([n["NodeID"] for n in alive], key=lambda i: [
         "node:__internal_head__" not in n["Resources"] for n in alive if n["NodeID"] == i
@@ -145,10 +159,7 @@ def kill(processes):
             os.kill(pid, signal.SIGKILL)
     for process in processes:
         process.wait()
-    patience = time.monotonic() + 10
-    while left := pids & family(pids):
-        assert time.monotonic() < patience, f"{left} do not end"
-        time.sleep(0.05)
+    wait_until(lambda: not pids & family(pids))
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +186,24 @@ def contents(folder, name="tiny"):
     return {int(path.stem): json.loads(path.read_text()) for path in paths}
 
 
+@contextmanager
+def standing(process):
+    """Meanwhile it does nothing. Its trials wait for it, too, after an epoch or two: they are told to go on."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
+    try:
+        yield
+    finally:
+        process.send_signal(signal.SIGCONT)
+
+
+def flying(folder):
+    """The trials in the middle of their training, some epochs before the first rung."""
+    ledger = _Ledger(folder / "tiny")
+    running = {n: trial for n, trial in contents(folder).items() if trial["state"] == "running"}
+    return {n: trial for n, trial in running.items() if 2 < ledger.saved(n) < SLOW.grace - 2}
+
+
 def test_a_node_dies_and_the_search_ends_with_all_its_trials(tmp_path, cluster, data):
     killed = []
 
@@ -182,11 +211,10 @@ def test_a_node_dies_and_the_search_ends_with_all_its_trials(tmp_path, cluster, 
         if killed or len(said(words, "done")) < 3:
             return
         (_, other), *_ = said(words, "nodes")
-        for number, trial in contents(tmp_path).items():
-            if trial["state"] == "running" and trial.get("nodes") == [other]:
+        with standing(process):
+            killed.extend(n for n, trial in flying(tmp_path).items() if trial.get("nodes") == [other])
+            if killed:
                 kill([cluster.nodes[1]])
-                killed.append(number)
-                return
 
     code, words, errors = cluster.drive(tmp_path, listen, trials=8, nodes=2)
     assert code == 0, errors
@@ -222,11 +250,16 @@ def test_a_node_dies_and_the_search_ends_with_all_its_trials(tmp_path, cluster, 
 
 def test_a_driver_dies_and_nothing_is_lost_or_repeated(tmp_path, cluster):
     def end_by(signal, done):
-        """In the middle of a training, when so many trials have finished."""
+        """In the middle of a training, when so many trials have finished; once."""
+        sent = []
 
         def listen(process, words):
-            if len(said(words, "done")) >= done and 2 < words[-1].get("report", {}).get("epoch", 0) < SLOW.grace:
-                process.send_signal(signal)
+            if sent or len(said(words, "done")) < done:
+                return
+            with standing(process):
+                if flying(tmp_path):
+                    process.send_signal(signal)
+                    sent.append(signal)
 
         return listen
 
@@ -234,14 +267,14 @@ def test_a_driver_dies_and_nothing_is_lost_or_repeated(tmp_path, cluster):
     assert code == -signal.SIGKILL
     early = {n: c for n, c in contents(tmp_path).items() if c["state"] != "running"}
     assert len(early) >= 2
-    flying = sorted(set(contents(tmp_path)) - set(early))
+    late = sorted(set(contents(tmp_path)) - set(early))
     assert said(first, "lost") == []
 
     code, second, errors = cluster.drive(tmp_path, end_by(signal.SIGINT, len(early) + 1))
     assert code != 0
     assert "KeyboardInterrupt" in errors
     (lost,) = said(second, "lost")
-    assert [number for number, _, _ in lost] == flying
+    assert [number for number, _, _ in lost] == late
     assert any(saved > 0 and f"after {saved} whole epochs, which are kept" in text for _, saved, text in lost)
     assert said(second, "done")[: len(early)] == sorted(early)
 

@@ -8,7 +8,6 @@ import random
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from unittest.mock import Mock
 
@@ -25,6 +24,7 @@ from bsat.search.engines import _work, pack_up, train_alone
 from bsat.train import population
 from bsat.train.bank import Bank
 from bsat.train.population import Halving, Trained, Trial, train_population
+from small import wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::optuna.exceptions.ExperimentalWarning")
 KILLS = 4
@@ -110,19 +110,27 @@ def test_processes_of_a_search_that_is_killed(tmp_path):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch", "optuna", "bsat.search", "bsat.train.population"])
     rng, notes, known, kills = random.Random(engine), tmp_path / "notes.jsonl", {}, 0
+
+    def count(moment):
+        return notes.read_text().count(moment) if notes.exists() else 0
+
+    def has_come(moment, process, before):
+        return not process.is_alive() or count(moment) > before
+
     while True:
         process = context.Process(target=search_to_be_killed, args=(tmp_path, engine, trials))
         moment = "begin" if kills % 4 == 0 else "working"  # while the study is opened, or while trials train
-        before = notes.read_text().count(moment) if notes.exists() else 0
+        before = count(moment)
         process.start()
-        while process.is_alive() and (not notes.exists() or notes.read_text().count(moment) == before):
-            time.sleep(0.005)
-        process.join(rng.uniform(0, 4) if kills < KILLS else 120)
-        if process.is_alive():
-            assert kills < KILLS, "the search hangs"
-            os.kill(process.pid, signal.SIGKILL)
-            kills += 1
-        process.join()
+        try:
+            wait_until(has_come, moment, process, before)
+            process.join(rng.uniform(0, 4) if kills < KILLS else 600)
+            if process.is_alive():
+                assert kills < KILLS, "the search hangs"
+                kills += 1
+        finally:  # pytest would wait for it
+            process.kill()
+            process.join()
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
@@ -299,6 +307,20 @@ def test_a_failed_trial_leaves_no_generation_to_chance(tmp_path, data, monkeypat
     assert batches == [4, 1, 3]
     learned = [any("relative" in name for name in trial.system_attrs) for trial in load(tmp_path).trials]
     assert learned == [False] * 5 + [True] * 3
+
+
+def test_an_interrupt_while_a_process_is_told_its_data_ends_that_process(data, monkeypatch):
+    """A notebook keeps the error, and with it whatever knows of the process."""
+
+    def press(self, word):
+        raise KeyboardInterrupt
+
+    before = set(multiprocessing.active_children())
+    monkeypatch.setattr(engines._Worker, "answer", press)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        engines._Worker(multiprocessing.get_context("spawn"), data, 1)
+    wait_until(lambda: not set(multiprocessing.active_children()) - before)
+    assert kept
 
 
 def test_a_few_at_a_time(tmp_path, data):
