@@ -1,6 +1,7 @@
 """What the tests share: signals like those of real series, signals made to hurt, and the command line."""
 
 import resource
+import signal
 import sys
 from contextlib import contextmanager
 
@@ -46,12 +47,22 @@ SIGNALS = make_signals()
 @contextmanager
 def full_disk(left):
     """No file can grow beyond so many bytes."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before, written = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
+    sys.dont_write_bytecode = True  # Python would keep half of a module that is imported in here, for good
     resource.setrlimit(resource.RLIMIT_FSIZE, (left, before[1]))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        sys.dont_write_bytecode = written
+
+
+@pytest.fixture
+def ctrl_c():
+    """Press it. Whoever starts the tests in the background may have switched it off."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

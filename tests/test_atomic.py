@@ -50,12 +50,12 @@ def test_a_full_disk_is_an_error_of_the_system(tmp_path, tensors):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_an_interrupt_waits_for_the_end():
+def test_an_interrupt_waits_for_the_end(ctrl_c):
     done = []
 
     def work():
         with later_interrupt():
-            signal.raise_signal(signal.SIGINT)
+            ctrl_c()
             done.append("all of it")
 
     with pytest.raises(KeyboardInterrupt):

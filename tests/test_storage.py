@@ -4,7 +4,6 @@ import json
 import os
 import pickle
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -263,13 +262,13 @@ def test_a_reader_never_mixes_two_models(fitted, saved, tmp_path, monkeypatch):
     assert_same(load(saved).predict(), fitted.predict())
 
 
-def test_an_interrupt_between_the_two_files_comes_after_both(saved, monkeypatch):
+def test_an_interrupt_between_the_two_files_comes_after_both(saved, monkeypatch, ctrl_c):
     other = make_forecaster(seed=5).fit(make_long(c=300))
     rename = Path.replace
 
     def press(self, target):
         rename(self, target)
-        signal.raise_signal(signal.SIGINT)
+        ctrl_c()
 
     monkeypatch.setattr(Path, "replace", press)
     with pytest.raises(KeyboardInterrupt):
