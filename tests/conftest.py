@@ -1,5 +1,6 @@
 """What the tests share: signals like those of real series, signals made to hurt, and the command line."""
 
+import os
 import resource
 import signal
 import sys
@@ -11,8 +12,10 @@ import torch
 
 from bsat.cli import main
 
-# Networks this small gain nothing from a second thread, and on a busy machine every operation would wait for it.
+# Networks this small gain nothing from a second thread, and on a busy machine every operation would wait for it: here,
+# and in the processes that tests start.
 torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 L = 240
 SLOW = ("test_runner.py", "test_cluster.py", "test_study.py", "test_population.py")
