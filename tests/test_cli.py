@@ -246,7 +246,7 @@ def test_a_training_whose_model_was_not_saved_is_not_done_again(bsat, load, tmp_
     monkeypatch.chdir(tmp_path)
     code, _, err = bsat(*words)
     assert code == 2
-    assert "is a training whose model was not saved. Go on with --resume, or delete that file." in err
+    assert "or whose model was not saved. Go on with --resume, or delete that file to start anew." in err
     monkeypatch.setattr(loop._Plain, "run_epoch", press)  # nothing is trained any more
     assert bsat(*words, "--resume")[0] == 0
     assert not (tmp_path / "model" / "training.safetensors").exists()

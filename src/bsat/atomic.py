@@ -69,7 +69,8 @@ def save_tensors(tensors: Mapping[str, Any], path: Path, metadata: dict[str, str
 @contextmanager
 def later_interrupt() -> Iterator[None]:
     """A Ctrl-C in here comes at the end: what must be done whole is."""
-    if threading.current_thread() is not threading.main_thread():  # which alone hears of it
+    ours = signal.getsignal(signal.SIGINT) is not None  # and not that of a program around Python
+    if not ours or threading.current_thread() is not threading.main_thread():  # which alone hears of it
         yield
         return
     heard: list[Any] = []

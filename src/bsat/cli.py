@@ -193,9 +193,10 @@ def fit(
     from .train.checkpoint import NAME, clear_checkpoint
 
     check_target(folder)
-    if not resume and (folder / NAME).exists():  # of a finished one, too: it went when its model was saved
+    if not resume and (folder / NAME).exists():  # it goes when the model of a finished training is saved
         raise ValueError(
-            f"{folder / NAME} is a training whose model was not saved. Go on with --resume, or delete that file."
+            f"{folder / NAME} is a training that was not finished, or whose model was not saved. Go on with --resume, "
+            f"or delete that file to start anew."
         )
     forecaster, table = make_forecaster(file, ctx.params)
     forecaster.fit(table, checkpoint=folder, resume=resume)
