@@ -10,11 +10,11 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from glob import escape
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
@@ -104,31 +104,44 @@ def _link(temporary: Path, path: Path) -> bool:
 def alone(path: Path, name: str) -> Iterator[None]:
     """One process at a time works on what has this name, so whatever is under way when another begins has lost its
     process. The lock is a file beside the path, which goes with its last owner."""
-    if sys.platform == "win32":
+    if sys.platform == "win32":  # where a file that is open cannot be deleted
         yield
         return
-    import fcntl
-
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = path.parent / f".{path.name}.{name}.lock"
+    file = take(lock)
+    if file is None:
+        raise BlockingIOError(f"{name} in {path.parent} is being worked on by another process. Wait for it.")
+    with file:
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def take(path: Path) -> IO[bytes] | None:
+    """The file of that name, made if there is none, open and for this process alone until it is closed; None while
+    another has it. Where the file system has no locks, it is only opened."""
+    import fcntl
+
     while True:
-        with lock.open("ab") as file:
+        with ExitStack() as stack:
+            file = stack.enter_context(path.open("ab"))
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise BlockingIOError(
-                    f"{name} in {path.parent} is being worked on by another process. Wait for it."
-                ) from None
+                return None
             except OSError as error:
                 if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
                     raise
-            try:
-                if lock.stat().st_ino != os.fstat(file.fileno()).st_ino:
-                    continue  # its last owner has just taken it away
-            except FileNotFoundError:
-                continue
-            try:
-                yield
-            finally:
-                lock.unlink(missing_ok=True)
-            return
+            if is_at(path, file):  # else its last owner has just renamed it, or taken it away
+                stack.pop_all()
+                return file
+
+
+def is_at(path: Path, file: IO[bytes]) -> bool:
+    """Whether an open file still has that name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
+    except FileNotFoundError:
+        return False

@@ -17,9 +17,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import IO, TYPE_CHECKING, Any
+
+from ..atomic import is_at, take
 
 if TYPE_CHECKING:
     import zipfile
@@ -284,7 +286,7 @@ def _own(part: Path, show: bool) -> Iterator[Path]:
         try:
             yield part
         finally:
-            if (file is None or _is_at(part, file)) and part.exists() and part.stat().st_size == 0:
+            if (file is None or is_at(part, file)) and part.exists() and part.stat().st_size == 0:
                 _forget(part)
 
 
@@ -292,28 +294,13 @@ def _lock(part: Path, show: bool) -> IO[bytes] | None:
     """The part, open, once no other process has it; where the file system has no locks, at once."""
     if sys.platform == "win32":  # where a file that is open cannot be renamed
         return None
-    import fcntl
-
     size, since = -1, 0.0
-    while True:
-        with ExitStack() as stack:
-            file = stack.enter_context(part.open("ab"))
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if not _is_at(part, file):  # its owner has just made it the target, or deleted it
-                    continue
-            except BlockingIOError:
-                have = os.fstat(file.fileno()).st_size
-            except OSError as error:
-                if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
-                    raise
-                stack.pop_all()
-                return file
-            else:
-                stack.pop_all()
-                return file
+    while (file := take(part)) is None:
         if size < 0 and show:
             print(f"waiting for another process that is downloading to {part}", file=sys.stderr)
+        have = 0
+        with suppress(FileNotFoundError):  # it has just become the target
+            have = part.stat().st_size
         if have != size:
             size, since = have, time.monotonic()
         elif time.monotonic() - since >= PATIENCE:
@@ -322,14 +309,7 @@ def _lock(part: Path, show: bool) -> IO[bytes] | None:
                 f"it (`fuser {part}` names it if it is on this machine), then try again."
             )
         time.sleep(0.1)
-
-
-def _is_at(path: Path, file: IO[bytes]) -> bool:
-    """Whether an open file still has that name."""
-    try:
-        return os.path.samestat(path.stat(), os.fstat(file.fileno()))
-    except FileNotFoundError:
-        return False
+    return file
 
 
 # ---- archives --------------------------------------------------------------------------------------------------------
