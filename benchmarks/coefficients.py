@@ -1,0 +1,110 @@
+"""How large do coefficients become, and what does that cost? The paper's placement of knots beside the safe one.
+
+    BSAT_DATA=folder python benchmarks/coefficients.py DATASET [--json] [--tokens 180] [--degrees 1,2,3,4,5,6]
+                                                               [--train 1]
+
+DATASET is a name of the catalog (`bsat data list`). All windows of its folds, in deviations of the train fold, with the
+clip factor that the paper's search finds: the largest coefficient of each fold, and the share of test windows that have
+one beyond 10, where the laboratory clips. With `--train`, a small network (2 layers of 16, L-RoPE LPE, clipped, at most
+6 epochs of 4,800 windows) learns from tokens of these degrees; its test RMSE is told apart for windows with a larger
+coefficient than any of the train fold (in brackets how many).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import numpy as np
+import torch
+
+from bsat import BSplineTokenizer
+from bsat.data.windows import Split, Windows
+from bsat.lab.models import CLIP_AT, MODELS
+from bsat.lab.protocol import Protocol
+from bsat.lab.runner import Material
+from bsat.model import NetworkConfig, build_network
+from bsat.train import TokenBatches, TrainConfig, predict, train
+from bsat.train.batches import fit_tokenizer
+
+PLACEMENTS = {"paper": "bsat", "safe": "bsat-safe"}
+"""and the laboratory's model"""
+NETWORK = NetworkConfig(encoding="l-rope+lpe", n_layers=2, d_model=16, n_heads=4)
+EPOCHS, WINDOWS = 6, 4800
+
+
+def largest(windows: Windows, tokenizer: BSplineTokenizer) -> np.ndarray:
+    """(B,) of each window, before it is clipped."""
+    plain = BSplineTokenizer(**{**tokenizer.get_params(), "max_coefficient": None})
+    tokens = plain.transform(windows.past(slice(None)).numpy())
+    return np.abs(tokens.coefficients).max(1)
+
+
+def learn(split: Split, tokenizer: BSplineTokenizer, epochs: int, beyond: np.ndarray) -> dict[str, float]:
+    """Test RMSE over all windows, those beyond, and the others."""
+    config = TrainConfig(max_epochs=epochs, epoch_windows=WINDOWS, learning_rate=1e-3, seed=2025)
+    torch.manual_seed(config.seed)
+    network = build_network(NETWORK, tokenizer, lookback=split.train.lookback, horizon=split.train.horizon)
+    mean, deviation = torch.from_numpy(split.mean), torch.from_numpy(split.deviation)
+    folds = (split.train, split.val.some(WINDOWS), split.test)
+    train_set, val_set, test_set = (TokenBatches(windows, tokenizer, network, keep=False) for windows in folds)
+    history = train(network, train_set, val_set, config, mean=mean, deviation=deviation)
+    errors = [(forecast - test_set.targets(part)).square().mean(1) for part, forecast in predict(network, test_set)]
+    squares = torch.cat(errors).double().numpy() * split.deviation[0] ** 2
+    parts = {"test_rmse": squares, "beyond_rmse": squares[beyond], "others_rmse": squares[~beyond]}
+    scores = {name: float(np.sqrt(part.mean())) if len(part) else float("nan") for name, part in parts.items()}
+    return {"val_rmse": history.best.val_rmse, **scores}
+
+
+def describe(row: dict[str, Any]) -> str:
+    """A line of the table."""
+    sizes = "".join(f"{value:>8.1f}" for value in row["largest"].values())
+    line = f"{row['placement']:9}{row['degree']:>7}{sizes}{row['clipped']:>13.2%}"
+    if "beyond" not in row:
+        return line
+    apart = f"{row['beyond_rmse']:.2f} ({row['beyond']})" if row["beyond"] else "none"
+    return f"{line}{row['test_rmse']:>14.2f}{apart:>18}{row['others_rmse']:>11.2f}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("dataset", help="a name of the catalog")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--tokens", type=int, default=180)
+    parser.add_argument("--degrees", default="1,2,3,4,5,6")
+    parser.add_argument("--train", default="", metavar="DEGREES", help="train on tokens of these degrees as well")
+    parser.add_argument("--epochs", type=int, default=EPOCHS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    trained = [int(degree) for degree in args.train.split(",") if degree]
+    split = Material(Protocol(), "cpu").split(args.dataset)
+    folds = {"train": split.train, "val": split.val, "test": split.test}
+    samples = max(float(w.past(slice(None)).abs().max()) for w in folds.values())
+    result: dict[str, Any] = {"dataset": args.dataset, "tokens": args.tokens, "largest_sample": samples, "rows": []}
+    if not args.json:
+        counts = ", ".join(f"{len(windows):,} {fold}" for fold, windows in folds.items())
+        print(f"{args.dataset}, {args.tokens} tokens; windows: {counts}; largest sample {samples:.2f}\n")
+        print("                    largest coefficient  test beyond      trained: test RMSE")
+        print("placement degree   train     val    test           10   all windows   beyond training     others")
+    for placement, model in PLACEMENTS.items():
+        fitted = fit_tokenizer(MODELS[model].make_tokenizer(args.tokens), split.train)
+        assert isinstance(fitted, BSplineTokenizer)
+        given = {**fitted.get_params(), "clip_factor": fitted.clip_factor_}
+        for degree in map(int, args.degrees.split(",")):
+            tokenizer = BSplineTokenizer(**{**given, "degree": degree})
+            found = {fold: largest(windows, tokenizer) for fold, windows in folds.items()}
+            row: dict[str, Any] = {"placement": placement, "degree": degree, "clip_factor": fitted.clip_factor_}
+            row["largest"] = {fold: float(of.max()) for fold, of in found.items()}
+            row["clipped"] = float((found["test"] > CLIP_AT).mean())
+            if degree in trained:
+                beyond = found["test"] > row["largest"]["train"]
+                row |= {"beyond": int(beyond.sum()), **learn(split, tokenizer, args.epochs, beyond)}
+            if not args.json:
+                print(describe(row), flush=True)
+            result["rows"].append(row)
+    if args.json:
+        print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
