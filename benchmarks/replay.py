@@ -1,6 +1,7 @@
 """Do stored runs come out again? One run of each cell, trained once more for its first epoch, here and in plain torch.
 
     BSAT_DATA=folder python benchmarks/replay.py STORE [--json] [--device cpu] [--dataset etth1] [--tokens 45,90]
+                                                       [--encodings lpe]
 
 STORE is a folder of runs with their curves (`bsat lab run`; `docs/results/runs` has those of the selected runs). Of
 each cell the run with the smallest network is taken that has a curve. `loss` and `validation` are how far the first
@@ -45,6 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
     parser.add_argument("--dataset", help="one of them only")
     parser.add_argument("--tokens", default="", help="some budgets only")
+    parser.add_argument("--encodings", default="", help="some encodings only")
     args = parser.parse_args()
     runs, protocol = read(args.store), read_protocol(args.store)
     material = Material(protocol, args.device)
@@ -52,6 +54,8 @@ def main() -> None:
         runs = runs[runs["dataset"] == args.dataset]
     if args.tokens:
         runs = runs[runs["tokens"].isin([int(word) for word in args.tokens.split(",")])]
+    if args.encodings:
+        runs = runs[runs["encoding"].isin(args.encodings.split(","))]
     if runs.empty:
         raise SystemExit(f"{args.store} has no such runs")
     rows: list[dict[str, Any]] = []

@@ -63,6 +63,7 @@ def test_pictures(tmp_path):
     for name in ("d.png", "p.png"):
         image = imread(tmp_path / name)
         assert min(image.shape[:2]) > 500
+        assert image.shape[2] == 3  # no transparency, which nothing uses
         assert image.std() > 0.05
     tok.plot(SERIES[:L], tmp_path / "p.svg")
     assert "</svg>" in (tmp_path / "p.svg").read_text()
