@@ -7,13 +7,16 @@ DATASET is a name of the catalog (`bsat data list`). All windows of its folds, i
 clip factor that the paper's search finds: the largest coefficient of each fold, and the share of test windows that have
 one beyond 10, where the laboratory clips. With `--train`, a small network (2 layers of 16, L-RoPE LPE, clipped, at most
 6 epochs of 4,800 windows) learns from tokens of these degrees; its test RMSE is told apart for windows with a larger
-coefficient than any of the train fold (in brackets how many).
+coefficient than any of the train fold (in brackets how many). A window is crowded if 50 of its knots or more are closer
+to the next than samples are; "closest" is the least distance of two knots, in samples, in the median of the test
+windows, "least" in the worst of them.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -21,24 +24,25 @@ import torch
 
 from bsat import BSplineTokenizer
 from bsat.data.windows import Split, Windows
-from bsat.lab.models import CLIP_AT, MODELS
+from bsat.lab.models import CLIP_AT
 from bsat.lab.protocol import Protocol
 from bsat.lab.runner import Material
 from bsat.model import NetworkConfig, build_network
 from bsat.train import TokenBatches, TrainConfig, predict, train
 from bsat.train.batches import fit_tokenizer
 
-PLACEMENTS = {"paper": "bsat", "safe": "bsat-safe"}
-"""and the laboratory's model"""
+PLACEMENTS = ("paper", "safe")
 NETWORK = NetworkConfig(encoding="l-rope+lpe", n_layers=2, d_model=16, n_heads=4)
-EPOCHS, WINDOWS = 6, 4800
+EPOCHS, WINDOWS, CROWD = 6, 4800, 50
 
 
-def largest(windows: Windows, tokenizer: BSplineTokenizer) -> np.ndarray:
-    """(B,) of each window, before it is clipped."""
+def look(windows: Windows, tokenizer: BSplineTokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(B,) each: the largest coefficient, before it is clipped; whether the window is crowded; the least distance of
+    two interior knots, in samples."""
     plain = BSplineTokenizer(**{**tokenizer.get_params(), "max_coefficient": None})
     tokens = plain.transform(windows.past(slice(None)).numpy())
-    return np.abs(tokens.coefficients).max(1)
+    apart = np.diff(tokens.knots[:, tokenizer.degree + 1 : -tokenizer.degree - 1], axis=1)
+    return np.abs(tokens.coefficients).max(1), (apart < 1).sum(1) >= CROWD, apart.min(1)
 
 
 def learn(split: Split, tokenizer: BSplineTokenizer, epochs: int, beyond: np.ndarray) -> dict[str, float]:
@@ -60,11 +64,14 @@ def learn(split: Split, tokenizer: BSplineTokenizer, epochs: int, beyond: np.nda
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     sizes = "".join(f"{value:>8.1f}" for value in row["largest"].values())
-    line = f"{row['placement']:9}{row['degree']:>7}{sizes}{row['clipped']:>13.2%}"
+    crowds = "{train:>7}{val:>5}{test:>7}".format(**row["crowded"])
+    knots = "{median:>9.2f}{least:>6.2f}".format(**row["closest"])
+    line = f"{row['placement']:9}{row['degree']:>7}{sizes}{crowds}{knots}{row['clipped']:>8.2%}"
     if "beyond" not in row:
         return line
     apart = f"{row['beyond_rmse']:.2f} ({row['beyond']})" if row["beyond"] else "none"
-    return f"{line}{row['test_rmse']:>14.2f}{apart:>18}{row['others_rmse']:>11.2f}"
+    line += f"{row['test_rmse']:>7.2f}{apart:>17}{row['others_rmse']:>8.2f}"
+    return f"{line}   test windows {row['at'][0]} to {row['at'][1]}" if row["at"] else line
 
 
 def main() -> None:
@@ -81,27 +88,36 @@ def main() -> None:
     folds = {"train": split.train, "val": split.val, "test": split.test}
     samples = max(float(w.past(slice(None)).abs().max()) for w in folds.values())
     result: dict[str, Any] = {"dataset": args.dataset, "tokens": args.tokens, "largest_sample": samples, "rows": []}
+    factors: dict[str, float] = {}
+    for placement in PLACEMENTS:
+        fitted = fit_tokenizer(BSplineTokenizer(args.tokens, clip_factor="auto", placement=placement), split.train)
+        factors[placement] = fitted.clip_factor_  # type: ignore[attr-defined]
     if not args.json:
         counts = ", ".join(f"{len(windows):,} {fold}" for fold, windows in folds.items())
-        print(f"{args.dataset}, {args.tokens} tokens; windows: {counts}; largest sample {samples:.2f}\n")
-        print("                    largest coefficient  test beyond      trained: test RMSE")
-        print("placement degree   train     val    test           10   all windows   beyond training     others")
-    for placement, model in PLACEMENTS.items():
-        fitted = fit_tokenizer(MODELS[model].make_tokenizer(args.tokens), split.train)
-        assert isinstance(fitted, BSplineTokenizer)
-        given = {**fitted.get_params(), "clip_factor": fitted.clip_factor_}
-        for degree in map(int, args.degrees.split(",")):
-            tokenizer = BSplineTokenizer(**{**given, "degree": degree})
-            found = {fold: largest(windows, tokenizer) for fold, windows in folds.items()}
-            row: dict[str, Any] = {"placement": placement, "degree": degree, "clip_factor": fitted.clip_factor_}
-            row["largest"] = {fold: float(of.max()) for fold, of in found.items()}
-            row["clipped"] = float((found["test"] > CLIP_AT).mean())
-            if degree in trained:
-                beyond = found["test"] > row["largest"]["train"]
-                row |= {"beyond": int(beyond.sum()), **learn(split, tokenizer, args.epochs, beyond)}
-            if not args.json:
-                print(describe(row), flush=True)
-            result["rows"].append(row)
+        searched = ", ".join(f"{factor} ({placement})" for placement, factor in factors.items())
+        print(f"{args.dataset}, {args.tokens} tokens; windows: {counts}; largest sample {samples:.2f}")
+        print(f"clip factors: {searched}\n")
+        print("                    largest coefficient    crowded windows   knots, test  beyond  trained: test RMSE")
+        heads = "train     val    test  train  val   test  closest least      10    all  beyond training  others"
+        print(f"placement degree   {heads}")
+    for placement, degree in product(PLACEMENTS, map(int, args.degrees.split(","))):
+        own: dict[str, Any] = {"placement": placement, "clip_factor": factors[placement], "max_coefficient": CLIP_AT}
+        tokenizer = BSplineTokenizer(args.tokens, degree, **own)
+        found, crowded, closest = {}, {}, {}
+        for fold, windows in folds.items():
+            found[fold], crowded[fold], closest[fold] = look(windows, tokenizer)
+        row: dict[str, Any] = {"degree": degree, **own}
+        row["largest"] = {fold: float(of.max()) for fold, of in found.items()}
+        row["crowded"] = {fold: int(of.sum()) for fold, of in crowded.items()}
+        row["closest"] = {"median": float(np.median(closest["test"])), "least": float(closest["test"].min())}
+        row["clipped"] = float((found["test"] > CLIP_AT).mean())
+        if degree in trained:
+            beyond = found["test"] > row["largest"]["train"]
+            row["at"] = np.flatnonzero(beyond)[[0, -1]].tolist() if beyond.any() else []
+            row |= {"beyond": int(beyond.sum()), **learn(split, tokenizer, args.epochs, beyond)}
+        if not args.json:
+            print(describe(row), flush=True)
+        result["rows"].append(row)
     if args.json:
         print(json.dumps(result))
 
