@@ -1,15 +1,15 @@
 """How large do coefficients become, and what does that cost? The paper's placement of knots beside the safe one.
 
     BSAT_DATA=folder python benchmarks/coefficients.py DATASET [--json] [--tokens 180] [--degrees 1,2,3,4,5,6]
-                                                               [--train 1]
+                                               [--placements paper,safe] [--train 1] [--epochs 6] [--windows 4800]
 
 DATASET is a name of the catalog (`bsat data list`). All windows of its folds, in deviations of the train fold, with the
-clip factor that the paper's search finds: the largest coefficient of each fold, and the share of test windows that have
-one beyond 10, where the laboratory clips. With `--train`, a small network (2 layers of 16, L-RoPE LPE, clipped, at most
-6 epochs of 4,800 windows) learns from tokens of these degrees; its test RMSE is told apart for windows with a larger
-coefficient than any of the train fold (in brackets how many). A window is crowded if 50 of its knots or more are closer
-to the next than samples are; "closest" is the least distance of two knots, in samples, in the median of the test
-windows, "least" in the worst of them.
+clip factor that the paper's search finds: the largest coefficient of each fold; how many windows are crowded, with 50
+knots or more that are closer to the next than samples are; the least distance of two knots, in samples, in the median
+of the test windows and in the worst one; the share of test windows with a coefficient beyond 10, where the laboratory
+clips. With `--train`, a small network (2 layers of 16, L-RoPE LPE, clipped) learns from tokens of these degrees. Its
+test RMSE: of all windows, of those with a larger coefficient than any of the train fold (in brackets how many), of
+crowded ones, and of all others.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from bsat.model import NetworkConfig, build_network
 from bsat.train import TokenBatches, TrainConfig, predict, train
 from bsat.train.batches import fit_tokenizer
 
-PLACEMENTS = ("paper", "safe")
 NETWORK = NetworkConfig(encoding="l-rope+lpe", n_layers=2, d_model=16, n_heads=4)
-EPOCHS, WINDOWS, CROWD = 6, 4800, 50
+CROWD = 50
 
 
 def look(windows: Windows, tokenizer: BSplineTokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -45,33 +44,32 @@ def look(windows: Windows, tokenizer: BSplineTokenizer) -> tuple[np.ndarray, np.
     return np.abs(tokens.coefficients).max(1), (apart < 1).sum(1) >= CROWD, apart.min(1)
 
 
-def learn(split: Split, tokenizer: BSplineTokenizer, epochs: int, beyond: np.ndarray) -> dict[str, float]:
-    """Test RMSE over all windows, those beyond, and the others."""
-    config = TrainConfig(max_epochs=epochs, epoch_windows=WINDOWS, learning_rate=1e-3, seed=2025)
+def learn(
+    split: Split, tokenizer: BSplineTokenizer, config: TrainConfig, parts: dict[str, np.ndarray]
+) -> dict[str, float | None]:
+    """Test RMSE of these parts of the windows, if there are any."""
     torch.manual_seed(config.seed)
     network = build_network(NETWORK, tokenizer, lookback=split.train.lookback, horizon=split.train.horizon)
     mean, deviation = torch.from_numpy(split.mean), torch.from_numpy(split.deviation)
-    folds = (split.train, split.val.some(WINDOWS), split.test)
+    folds = (split.train, split.val.some(config.epoch_windows), split.test)
     train_set, val_set, test_set = (TokenBatches(windows, tokenizer, network, keep=False) for windows in folds)
-    history = train(network, train_set, val_set, config, mean=mean, deviation=deviation)
+    train(network, train_set, val_set, config, mean=mean, deviation=deviation)
     errors = [(forecast - test_set.targets(part)).square().mean(1) for part, forecast in predict(network, test_set)]
     squares = torch.cat(errors).double().numpy() * split.deviation[0] ** 2
-    parts = {"test_rmse": squares, "beyond_rmse": squares[beyond], "others_rmse": squares[~beyond]}
-    scores = {name: float(np.sqrt(part.mean())) if len(part) else float("nan") for name, part in parts.items()}
-    return {"val_rmse": history.best.val_rmse, **scores}
+    return {name: float(np.sqrt(squares[part].mean())) if part.any() else None for name, part in parts.items()}
 
 
 def describe(row: dict[str, Any]) -> str:
     """A line of the table."""
     sizes = "".join(f"{value:>8.1f}" for value in row["largest"].values())
-    crowds = "{train:>7}{val:>5}{test:>7}".format(**row["crowded"])
-    knots = "{median:>9.2f}{least:>6.2f}".format(**row["closest"])
+    crowds = "{train:>7}{val:>5}{test:>6}".format(**row["crowded"])
+    knots = "{median:>8.2f}{least:>6.2f}".format(**row["closest"])
     line = f"{row['placement']:9}{row['degree']:>7}{sizes}{crowds}{knots}{row['clipped']:>8.2%}"
-    if "beyond" not in row:
+    if "rmse" not in row:
         return line
-    apart = f"{row['beyond_rmse']:.2f} ({row['beyond']})" if row["beyond"] else "none"
-    line += f"{row['test_rmse']:>7.2f}{apart:>17}{row['others_rmse']:>8.2f}"
-    return f"{line}   test windows {row['at'][0]} to {row['at'][1]}" if row["at"] else line
+    told = {name: "-" if value is None else f"{value:.2f}" for name, value in row["rmse"].items()}
+    told["beyond"] += f" ({row['beyond']})" if row["beyond"] else ""
+    return line + "{all:>7}{beyond:>13}{crowded:>9}{others:>8}".format(**told)
 
 
 def main() -> None:
@@ -81,15 +79,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=180)
     parser.add_argument("--degrees", default="1,2,3,4,5,6")
     parser.add_argument("--train", default="", metavar="DEGREES", help="train on tokens of these degrees as well")
-    parser.add_argument("--epochs", type=int, default=EPOCHS, help=argparse.SUPPRESS)
+    parser.add_argument("--placements", default="paper,safe")
+    parser.add_argument("--epochs", type=int, default=6, help="at most so many")
+    parser.add_argument("--windows", type=int, default=4800, help="in an epoch")
     args = parser.parse_args()
+    placements = args.placements.split(",")
+    config = TrainConfig(max_epochs=args.epochs, epoch_windows=args.windows, learning_rate=1e-3, seed=2025)
     trained = [int(degree) for degree in args.train.split(",") if degree]
     split = Material(Protocol(), "cpu").split(args.dataset)
     folds = {"train": split.train, "val": split.val, "test": split.test}
     samples = max(float(w.past(slice(None)).abs().max()) for w in folds.values())
     result: dict[str, Any] = {"dataset": args.dataset, "tokens": args.tokens, "largest_sample": samples, "rows": []}
     factors: dict[str, float] = {}
-    for placement in PLACEMENTS:
+    for placement in placements:
         fitted = fit_tokenizer(BSplineTokenizer(args.tokens, clip_factor="auto", placement=placement), split.train)
         factors[placement] = fitted.clip_factor_  # type: ignore[attr-defined]
     if not args.json:
@@ -97,10 +99,10 @@ def main() -> None:
         searched = ", ".join(f"{factor} ({placement})" for placement, factor in factors.items())
         print(f"{args.dataset}, {args.tokens} tokens; windows: {counts}; largest sample {samples:.2f}")
         print(f"clip factors: {searched}\n")
-        print("                    largest coefficient    crowded windows   knots, test  beyond  trained: test RMSE")
-        heads = "train     val    test  train  val   test  closest least      10    all  beyond training  others"
+        print("                    largest coefficient    crowded windows   knots, test  beyond  trained: test RMSE of")
+        heads = "train     val    test  train  val  test  median least      10    all       beyond  crowded  others"
         print(f"placement degree   {heads}")
-    for placement, degree in product(PLACEMENTS, map(int, args.degrees.split(","))):
+    for placement, degree in product(placements, map(int, args.degrees.split(","))):
         own: dict[str, Any] = {"placement": placement, "clip_factor": factors[placement], "max_coefficient": CLIP_AT}
         tokenizer = BSplineTokenizer(args.tokens, degree, **own)
         found, crowded, closest = {}, {}, {}
@@ -112,9 +114,9 @@ def main() -> None:
         row["closest"] = {"median": float(np.median(closest["test"])), "least": float(closest["test"].min())}
         row["clipped"] = float((found["test"] > CLIP_AT).mean())
         if degree in trained:
-            beyond = found["test"] > row["largest"]["train"]
-            row["at"] = np.flatnonzero(beyond)[[0, -1]].tolist() if beyond.any() else []
-            row |= {"beyond": int(beyond.sum()), **learn(split, tokenizer, args.epochs, beyond)}
+            parts = {"beyond": found["test"] > row["largest"]["train"], "crowded": crowded["test"]}
+            parts = {"all": np.full(len(split.test), True), **parts, "others": ~(parts["beyond"] | parts["crowded"])}
+            row |= {"beyond": int(parts["beyond"].sum()), "rmse": learn(split, tokenizer, config, parts)}
         if not args.json:
             print(describe(row), flush=True)
         result["rows"].append(row)
