@@ -1,15 +1,15 @@
 """How large do coefficients become, and what does that cost? The paper's placement of knots beside the safe one.
 
     BSAT_DATA=folder python benchmarks/coefficients.py DATASET [--json] [--tokens 180] [--degrees 1,2,3,4,5,6]
-                                               [--placements paper,safe] [--train 1] [--epochs 6] [--windows 4800]
+                                               [--placements paper,safe] [--train] [--epochs 6] [--windows 4800]
 
 DATASET is a name of the catalog (`bsat data list`). All windows of its folds, in deviations of the train fold, with the
 clip factor that the paper's search finds: the largest coefficient of each fold; how many windows are crowded, with 50
 knots or more that are closer to the next than samples are; the least distance of two knots, in samples, in the median
 of the test windows and in the worst one; the share of test windows with a coefficient beyond 10, where the laboratory
-clips. With `--train`, a small network (2 layers of 16, L-RoPE LPE, clipped) learns from tokens of these degrees. Its
-test RMSE: of all windows, of those with a larger coefficient than any of the train fold (in brackets how many), of
-crowded ones, and of all others.
+clips. With `--train`, a small network (2 layers of 16, L-RoPE LPE, clipped) learns from each. Its test RMSE: of all
+windows, of those with a larger coefficient than any of the train fold (in brackets how many), of crowded ones, and of
+all others.
 """
 
 from __future__ import annotations
@@ -78,14 +78,13 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--tokens", type=int, default=180)
     parser.add_argument("--degrees", default="1,2,3,4,5,6")
-    parser.add_argument("--train", default="", metavar="DEGREES", help="train on tokens of these degrees as well")
+    parser.add_argument("--train", action="store_true", help="train as well")
     parser.add_argument("--placements", default="paper,safe")
     parser.add_argument("--epochs", type=int, default=6, help="at most so many")
     parser.add_argument("--windows", type=int, default=4800, help="in an epoch")
     args = parser.parse_args()
     placements = args.placements.split(",")
     config = TrainConfig(max_epochs=args.epochs, epoch_windows=args.windows, learning_rate=1e-3, seed=2025)
-    trained = [int(degree) for degree in args.train.split(",") if degree]
     split = Material(Protocol(), "cpu").split(args.dataset)
     folds = {"train": split.train, "val": split.val, "test": split.test}
     samples = max(float(w.past(slice(None)).abs().max()) for w in folds.values())
@@ -113,7 +112,7 @@ def main() -> None:
         row["crowded"] = {fold: int(of.sum()) for fold, of in crowded.items()}
         row["closest"] = {"median": float(np.median(closest["test"])), "least": float(closest["test"].min())}
         row["clipped"] = float((found["test"] > CLIP_AT).mean())
-        if degree in trained:
+        if args.train:
             parts = {"beyond": found["test"] > row["largest"]["train"], "crowded": crowded["test"]}
             parts = {"all": np.full(len(split.test), True), **parts, "others": ~(parts["beyond"] | parts["crowded"])}
             row |= {"beyond": int(parts["beyond"].sum()), "rmse": learn(split, tokenizer, config, parts)}
