@@ -8,6 +8,10 @@ and optimizer included. The data set (series, windows, tokens) is left out and p
 of windows, not with the model. For a population the peak is divided by its members. "held" is the most that torch had
 taken from the device, for reuse; of this, what captured steps need stays taken while they live. "estimate" is
 `pack.training_bytes`, by which packs are sized.
+
+Then the population is trained where only some of it fit (`torch.cuda.set_per_process_memory_fraction`) and nobody said
+so: the pack runs out of memory, is split and begun anew. Scores are compared with those of one pack. ("memory for 11"
+is 11 times what a model takes once its steps are captured; until then they take more, so that fewer fit.)
 """
 
 from __future__ import annotations
@@ -22,12 +26,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bsat import BSplineTokenizer
 from bsat.model.stacked import describe
+from bsat.train import TrainConfig
 from bsat.train.pack import training_bytes
+from bsat.train.population import Trained, Trial, train_population
 from gpu_training import BATCH, dropping, machine, need_gpu, pack_of, wait, walk_windows
 from training import TOKENS, our_step, their_step
 
 D, LAYERS, MANY, STEPS = 64, 3, 16, 3
+ROOMS = 11, 5
+"""For how many of a population there is memory."""
 KINDS = {
     "theirs": "PatchTST",
     "plain": "plain loop",
@@ -89,6 +98,38 @@ def measure(kind: str, n: int, device: str) -> dict[str, Any]:
     }
 
 
+def split(n: int, room: int, device: str) -> dict[str, Any]:
+    """Train a population as one pack, and again with memory for some of it only."""
+    windows, epochs = walk_windows(STEPS * BATCH, device), 2
+    configs = [TrainConfig(seed=seed, max_epochs=epochs) for seed in range(MANY if device == "cuda" else 2)]
+    trials = [Trial(BSplineTokenizer(n), dropping(D, LAYERS), config) for config in configs]
+
+    def train() -> list[Trained]:
+        deviation = torch.ones(1, dtype=torch.float64, device=device)
+        done = train_population(trials, windows, windows, deviation=deviation, memory=2**50)
+        return sorted(done, key=lambda trained: trained.index)
+
+    whole = train()
+    if device == "cuda":
+        torch.cuda.empty_cache()
+        held, (_, total) = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()
+        each = max(trained.memory or 0 for trained in whole)
+        torch.cuda.set_per_process_memory_fraction((held + (room + 0.5) * each) / total)
+    parts = train()
+    pairs = [
+        (one.val_rmse, two.val_rmse)
+        for a, b in zip(whole, parts, strict=True)
+        for one, two in zip(a.history.epochs, b.history.epochs, strict=True)
+    ]
+    return {
+        "tokens": n,
+        "room": room,
+        "pack": max(trained.pack for trained in whole),
+        "packs": sorted({trained.pack for trained in parts}),
+        "difference": max(abs(one / two - 1) for one, two in pairs),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -97,8 +138,18 @@ def main() -> None:
     args = parser.parse_args()
     need_gpu(args.device)
     if args.child:
-        print(json.dumps(measure(args.child[0], int(args.child[1]), args.device)))
+        kind, n = args.child[0], int(args.child[1])
+        found = split(n, int(kind), args.device) if kind.isdigit() else measure(kind, n, args.device)
+        print(json.dumps(found))
         return
+
+    def apart(kind: str, n: int) -> dict[str, Any]:
+        """`measure` or `split` in a process of its own."""
+        command = [sys.executable, __file__, "--device", args.device, "--child", kind, str(n)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            sys.exit(done.stderr)
+        return json.loads(done.stdout.splitlines()[-1])
 
     result: dict[str, Any] = {"machine": machine(args.device), "rows": []}
     if not args.json:
@@ -106,11 +157,7 @@ def main() -> None:
         print(f"tokens  {'':18}{'peak':>9}{'held':>9}{'estimate':>10}{'data set':>10}")
     for n in TOKENS if args.device == "cuda" else TOKENS[:1]:
         for kind, name in KINDS.items():
-            command = [sys.executable, __file__, "--device", args.device, "--child", kind, str(n)]
-            done = subprocess.run(command, capture_output=True, text=True)
-            if done.returncode:
-                sys.exit(done.stderr)
-            row = json.loads(done.stdout.splitlines()[-1])
+            row = apart(kind, n)
             result["rows"].append(row)
             if not args.json:
                 estimate = f"{row['estimate_mib']:>10,.1f}" if row["estimate_mib"] else f"{'':10}"
@@ -123,6 +170,7 @@ def main() -> None:
             got = peaks["captured", n]
             aim = peaks["theirs", n]
             result["targets"].append({"tokens": n, "wanted": most, "got": got, "met": got <= most, "aim": aim})
+    result["split"] = [apart(str(room), TOKENS[0]) for room in ROOMS]
     if args.json:
         print(json.dumps(result))
         return
@@ -130,6 +178,11 @@ def main() -> None:
         print(
             f"captured, {t['tokens']} tokens: {t['got']:,.0f} MiB, wanted at most {t['wanted']:,}: {t['met']} "
             f"(the aim, PatchTST's: {t['aim']:,.0f})"
+        )
+    for s in result["split"]:
+        print(
+            f"a pack of {s['pack']} with memory for {s['room']}, {s['tokens']} tokens: trained in packs of "
+            f"{' and '.join(map(str, s['packs']))}, scores apart by {s['difference']:.1e} at most"
         )
 
 

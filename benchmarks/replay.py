@@ -1,7 +1,7 @@
 """Do stored runs come out again? One run of each cell, trained once more for its first epoch, here and in plain torch.
 
     BSAT_DATA=folder python benchmarks/replay.py STORE [--json] [--device cpu] [--dataset etth1] [--tokens 45,90]
-                                                       [--encodings lpe]
+                                                       [--models bsat,uds] [--encodings lpe]
 
 STORE is a folder of runs with their curves (`bsat lab run`; `docs/results/runs` has those of the selected runs). Of
 each cell the run with the smallest network is taken that has a curve. `loss` and `validation` are how far the first
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", help='"cpu" or "cuda"')
     parser.add_argument("--dataset", help="one of them only")
     parser.add_argument("--tokens", default="", help="some budgets only")
+    parser.add_argument("--models", default="", help="some models only")
     parser.add_argument("--encodings", default="", help="some encodings only")
     args = parser.parse_args()
     runs, protocol = read(args.store), read_protocol(args.store)
@@ -54,6 +55,8 @@ def main() -> None:
         runs = runs[runs["dataset"] == args.dataset]
     if args.tokens:
         runs = runs[runs["tokens"].isin([int(word) for word in args.tokens.split(",")])]
+    if args.models:
+        runs = runs[runs["model"].isin(args.models.split(","))]
     if args.encodings:
         runs = runs[runs["encoding"].isin(args.encodings.split(","))]
     if runs.empty:
@@ -63,7 +66,7 @@ def main() -> None:
     machine = f"{device}, torch {torch.__version__}, Python {platform.python_version()}, bsat {bsat.__version__}"
     if not args.json:
         print(f"{machine}; protocol {protocol.short}\n")
-        print(f"{'cell':44}{'trained in':24}{'loss':>10}{'validation':>12}{'seconds':>9}")
+        print(f"{'cell':50}{'trained in':24}{'loss':>10}{'validation':>12}{'seconds':>9}")
     for run in pick(runs).to_dict("records"):
         dataset, model, tokens, encoding = (run[name] for name in CELL)
         experiment = Experiment(dataset, model, tokens, encoding, 1, protocol)
@@ -82,7 +85,7 @@ def main() -> None:
         if not args.json:
             name = f"{dataset} {tokens} {model} {encoding}"
             marks = f"{row['loss']:>10.1e}{row['validation']:>12.1e}{row['seconds']:>9.0f}"
-            print(f"{name:44}{run['engine']:24}{marks}", flush=True)
+            print(f"{name:50}{run['engine']:24}{marks}", flush=True)
     worst = {
         engine: max(abs(row[name]) for row in rows if row["engine"] == engine for name in ("loss", "validation"))
         for engine in sorted({row["engine"] for row in rows})

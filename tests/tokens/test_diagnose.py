@@ -6,6 +6,7 @@ from matplotlib.image import imread
 
 from bsat import BSplineTokenizer, DownsampleTokenizer
 from bsat.spline import reference
+from bsat.tokens import pictures
 from conftest import L, make_signals
 
 SERIES = make_signals(900, 1)["transformer"][0]
@@ -56,6 +57,21 @@ def test_a_flat_series_has_nothing_to_divide_by(capsys):
     assert "nan" not in str(d)
 
 
+def test_few_colors_are_enough(tmp_path):
+    """A saved picture has a palette; no color is far from what was drawn, and white stays white."""
+    figure = pictures.new_figure(6, 4)
+    figure.set_layout_engine("none")  # which would move things between one drawing and the next
+    shades = figure.subplots().imshow(np.linspace(0, 1, 4000).reshape(50, 80), cmap="viridis")
+    figure.colorbar(shades)
+    pictures.save(figure, tmp_path / "few.png")
+    figure.savefig(tmp_path / "all.png", dpi=pictures.DPI)
+    few, full = (imread(tmp_path / name)[..., :3] for name in ("few.png", "all.png"))
+    assert len(np.unique(few.reshape(-1, 3), axis=0)) <= 256 < len(np.unique(full.reshape(-1, 3), axis=0))
+    assert np.abs(few - full).max() < 0.08
+    assert (few[0, 0] == 1).all()
+    assert (tmp_path / "few.png").stat().st_size < 0.6 * (tmp_path / "all.png").stat().st_size
+
+
 def test_pictures(tmp_path):
     tok = BSplineTokenizer(24)
     tok.diagnose(SERIES, L, 20, plot=tmp_path / "d.png", quiet=True)
@@ -63,7 +79,7 @@ def test_pictures(tmp_path):
     for name in ("d.png", "p.png"):
         image = imread(tmp_path / name)
         assert min(image.shape[:2]) > 500
-        assert image.shape[2] == 3  # no transparency, which nothing uses
+        assert image.shape[2] == 3 or (image[..., 3] == 1).all()  # nothing is transparent
         assert image.std() > 0.05
     tok.plot(SERIES[:L], tmp_path / "p.svg")
     assert "</svg>" in (tmp_path / "p.svg").read_text()

@@ -28,6 +28,9 @@ from .pack import Marks, Pack, free_memory, training_bytes
 from .schedule import learning_rate_factor
 from .settings import Epoch, History, TrainConfig, finished
 
+SHARE = 0.6
+"""Of the free memory that packs may fill: steps take half as much again and more while they are captured."""
+
 
 @dataclass(frozen=True)
 class Trial:
@@ -158,7 +161,7 @@ def train_population(
     progress = Progress(len(trials))
     banks = _Banks(members, train_windows, val_windows)
     if memory is None:
-        memory = int(0.7 * free_memory(train_windows.series.device))
+        memory = int(SHARE * free_memory(train_windows.series.device))
     room = max(memory - banks.size(), memory // 2)  # where tokens take more, packs of one would be slow for nothing
     parts = [part for group in groups for part in _split(group, members, train_windows, room, brief)]
     packs = [_Run(part, banks, deviation, precision) for part in parts]
